@@ -74,7 +74,7 @@ FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_NAMES := shared llamafactory axolotl
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS_NAMES:%=$(FRAMEWORKS)/%/.installed)
 FRAMEWORKS_TESTS_shared := tests/frameworks
-FRAMEWORKS_TESTS_llamafactory := tests/frameworks/test_llamafactory.py tests/frameworks/test_run_command.py
+FRAMEWORKS_TESTS_llamafactory := tests/frameworks/test_llamafactory.py tests/frameworks/test_launch.py
 FRAMEWORKS_TESTS_axolotl := tests/frameworks/test_axolotl.py
 
 # Removed again: PyPI's torchvision and torchaudio need the CUDA build of torch, and cannot be imported beside another.

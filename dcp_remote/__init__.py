@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dcp_remote.manager.save_policy import SavePolicy
     from dcp_remote.manager.training_state import training_state
     from dcp_remote.reader import RemoteReader
+    from dcp_remote.run.info import CheckpointInfo, latest
     from dcp_remote.run.retention import Best, Retention
-    from dcp_remote.run.run import CheckpointInfo, latest
     from dcp_remote.serialization.files import Files
     from dcp_remote.serialization.local_boxes import LocalBoxes
     from dcp_remote.serialization.module_state import ModelState, OptimizerState
@@ -86,7 +86,7 @@ __all__ = [
 # Imported when first used, so that the command line starts without torch.
 _LAZY = {
     "Best": "run.retention",
-    "CheckpointInfo": "run.run",
+    "CheckpointInfo": "run.info",
     "CheckpointManager": "manager.manager",
     "LoadReport": "manager.reports",
     "Files": "serialization.files",
@@ -110,7 +110,7 @@ _LAZY = {
     "import_checkpoint": "transfer.importing",
     "is_remote": "storage.url",
     "as_plain": "serialization.plain_values",
-    "latest": "run.run",
+    "latest": "run.info",
     "load": "loading.load",
     "open_run": "loading.run_handle",
     "refused_values": "serialization.refused_values",

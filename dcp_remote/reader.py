@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -25,9 +25,9 @@ from dcp_remote.errors import CommitConflictError, InvalidArgumentError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import read_targets
+from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.read_items import make_target_layers
-from dcp_remote.loading.selection import Patterns, Rename, Selection
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import (
@@ -112,7 +112,7 @@ class RemoteReader(StorageReader):
         super().__init__()
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
-        self._selection = Selection.of(
+        self._options = LoadOptions(
             include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
         )
         self._step = step
@@ -141,8 +141,7 @@ class RemoteReader(StorageReader):
 
     def planner(self) -> RemoteLoadPlanner:
         """Return a planner with the options of this reader, for one load: a reader never sees the state itself."""
-        options = {field.name: getattr(self._selection, field.name) for field in fields(self._selection)}
-        return RemoteLoadPlanner(**options)
+        return RemoteLoadPlanner(**vars(self._options))
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -202,13 +201,13 @@ class RemoteReader(StorageReader):
             raise metadata.error
         self._load.is_coordinator = is_coordinator
         name_speaker(self._store.url, is_speaker=is_coordinator)
-        planned = metadata.storage_meta.selection if isinstance(metadata.storage_meta, SourceMeta) else None
-        if self._selection.given and planned != self._selection:
+        planned = metadata.storage_meta.options if isinstance(metadata.storage_meta, SourceMeta) else None
+        if self._options.given and planned != self._options:
             raise InvalidArgumentError(
                 "Only the planner of a load can apply these options of the reader: "
                 "dcp.load(state, storage_reader=reader, planner=reader.planner()).",
                 url=self._store.url,
-                options=", ".join(self._selection.given),
+                options=", ".join(self._options.given),
             )
 
     @replace_unpicklable_errors

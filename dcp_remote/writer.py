@@ -12,40 +12,35 @@ import os
 import pickle
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import zstandard
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.gil import short_switch_interval
+from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.picklable_errors import replace_unpicklable_errors
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
-from dcp_remote.errors import (
-    CheckpointExistsError,
-    DcpRemoteError,
-    InvalidArgumentError,
-)
-from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
+from dcp_remote.errors import CheckpointExistsError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.format.shard import SHARD_BYTES_MAX
 from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
+from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
-from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode, shard_bytes_max
-from dcp_remote.saving.plan_cache import (
-    are_cached_by_torch,
-    describe_tensors,
-    move_objects,
-    object_names,
-    plans_as_torch,
-)
+from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode
+from dcp_remote.saving.packing import choose_shard_bytes
+from dcp_remote.saving.plan_cache import describe_tensors
 from dcp_remote.saving.plan_table import require_held
 from dcp_remote.saving.rank_differences import Described, require_equal_tensors
+from dcp_remote.saving.rank_report import WrittenShard
 from dcp_remote.saving.shard_writer import require_no_imitations, write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
@@ -68,17 +63,28 @@ logger = logging.getLogger(__name__)
 # ranks still wait for it.
 SAVE_TIMEOUT_SECONDS = 1500.0
 
+# Methods by which a planner may leave entries out. An older torch may not have all of them.
+_PLANNING_METHODS = (
+    "set_up_planner",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "_dedup_save_plans",
+    "_create_global_plan",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """State of one save on one rank; `slot` is None except on the coordinator."""
+    """State of one save on one rank."""
 
     store: ObjectStore
     save_id: str
     rank: int
     began_seconds: float
     deadline: Deadline
-    slot: Slot | None
+    slot: Slot | None  # None except on the coordinator
+    has_all_entries: bool = False  # True if the planner plans as torch's does; a user's may leave entries out
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class _Described:
     @staticmethod
     def of(plan: SavePlan) -> _Described:
         return _Described(
-            zstandard.ZstdCompressor().compress(pickle.dumps((describe_tensors(plan), object_names(plan))))
+            zstandard.ZstdCompressor().compress(pickle.dumps((describe_tensors(plan), _object_names(plan))))
         )
 
     def unpack(self) -> tuple[Described, tuple[str, ...]]:
@@ -110,7 +116,6 @@ class _ThreadState(ThreadLocation):
         super().__init__(last)
         self.next_save_id: str | None = None
         self.save: _Save | None = None
-        self.plans_as_torch = False
 
 
 class RemoteWriter(StorageWriter):
@@ -281,8 +286,8 @@ class RemoteWriter(StorageWriter):
             [unpacked[packed][0] if packed is not None else None for packed in described],
             lambda: (item.index.fqn for plan in plans for item in plan.items),
         )
-        if not are_cached_by_torch(plans):  # plans of later saves would lack what was moved, or have it twice
-            plans = move_objects(plans, [unpacked[packed][1] if packed is not None else () for packed in described])
+        if not _are_cached_by_torch(plans):  # plans of later saves would lack what was moved, or have it twice
+            plans = _move_objects(plans, [unpacked[packed][1] if packed is not None else () for packed in described])
         return [
             replace(plan, storage_data=None) if packed is not None else plan
             for plan, packed in zip(plans, described, strict=True)
@@ -302,21 +307,19 @@ class RemoteWriter(StorageWriter):
                 class needs code to load, when that tensor is read.
         """
         save = self._current()
-        self._thread.plans_as_torch = plans_as_torch(planner)
+        has_all_entries = inherits_methods(planner, DefaultSavePlanner, _PLANNING_METHODS)
+        self._thread.save = replace(save, has_all_entries=has_all_entries)
         if not self._was_unpickled:
             require_no_imitations(plan, planner)
-        with Uploads[Any](
+        with Uploads[WrittenShard](
             save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
         ) as uploads:
             report = write_shards(
                 plan,
                 planner,
                 uploads,
-                ShardNames(save.rank),
-                rank=save.rank,
-                url=save.store.url,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=shard_bytes_max(self._memory_budget_bytes, self._shard_bytes_max),
+                shard_bytes_max=choose_shard_bytes(self._memory_budget_bytes, self._shard_bytes_max),
             )
         written = sum(report.shards.sizes.tolist())
         logger.debug(
@@ -347,8 +350,8 @@ class RemoteWriter(StorageWriter):
         save = self._current()
         assert save.slot is not None, "torch calls finish on the coordinator only, which has read the slot"
         planned = to_columns(metadata)
-        if self._thread.plans_as_torch:  # a user's planner may leave entries out
-            require_held(planned.flatten, {*planned.names, *planned.objects})
+        if save.has_all_entries:
+            require_held(planned.flatten, planned.names)
         manifest, body = assemble_manifest(
             planned,
             [result.storage_data for written in results for result in written],
@@ -387,11 +390,9 @@ class RemoteWriter(StorageWriter):
                 save_id=slot.head.save_id if slot.head else None,
                 unreadable=slot.unreadable,
             )
-        if slot.version is not None and not self._store.capabilities.compare_and_swap:
-            raise InvalidArgumentError(
-                "This store cannot replace a checkpoint atomically. Save to another URL.",
-                url=self._store.url,
-                reason=self._store.capabilities.swap_refusal,
+        if slot.version is not None:
+            require_compare_and_swap(
+                self._store, "This store cannot replace a checkpoint atomically. Save to another URL."
             )
         require_conditional_writes(self._store, deadline, swaps=slot.version is not None)
         return slot
@@ -402,3 +403,31 @@ class RemoteWriter(StorageWriter):
                 "This writer has no save in progress in this thread. Use it through torch's dcp.save."
             )
         return self._thread.save
+
+
+def _move_objects(plans: Sequence[SavePlan], held: Sequence[Collection[str]]) -> list[SavePlan]:
+    """Return final plans in which each object is written by the lowest of the ranks that planned to.
+
+    `held` has the names of the objects that each rank planned to write.
+    """
+    lowest: dict[str, int] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            lowest.setdefault(name, rank)
+    items, moved = [list[WriteItem]() for _ in plans], set[int]()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            writer = lowest.get(item.index.fqn, rank) if item.type == WriteItemType.BYTE_IO else rank
+            items[writer].append(item)
+            moved |= {rank, writer} if writer != rank else set()
+    return [replace(plan, items=items[rank]) if rank in moved else plan for rank, plan in enumerate(plans)]
+
+
+def _are_cached_by_torch(plans: Sequence[SavePlan]) -> bool:
+    """Return whether torch's planner keeps final plans for later saves (`enable_plan_caching`)."""
+    cached = {id(plan) for of_all in getattr(SavePlanner, "_cached_global_plan", {}).values() for plan in of_all}
+    return any(id(plan) in cached or not getattr(plan, "usable", True) for plan in plans)
+
+
+def _object_names(plan: SavePlan) -> tuple[str, ...]:
+    return tuple(item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO)

@@ -29,8 +29,8 @@ from typing import Any
 from dcp_remote import load
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
+from dcp_remote.run.info import catalog_of
 from dcp_remote.run.lookup import read_entry
-from dcp_remote.run.run import catalog_of
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.testing.servers import moto_server
 from demo_job import Job, JobFailedError, SlowLink

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.run.maintenance import Maintenance
-from dcp_remote.run.run import catalog_of
+from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.info import catalog_of
 from dcp_remote.storage import open_store
 from watch import read_events
 
@@ -97,7 +97,7 @@ def live_steps(checkpoint: str) -> list[int]:
 
 def forget(checkpoint: str, step: int) -> None:
     """Let go of the newest checkpoint, as if the job had been killed while it was saved."""
-    Maintenance(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
+    Deletions(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
 
 
 def test_first_hour(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "format": {"errors", "common"},
     "run": {"errors", "common", "format", "storage"},
     "cli": {"errors", "common", "format", "storage", "run"},
+    "launch": {"errors", "common", "storage"},
     "serialization": {"errors", "common", "format"},
     "coordination": {"errors", "common"},
     "saving": {"errors", "common", "format", "storage", "serialization"},
@@ -30,7 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"),
         *("writer", "reader"),
     },
-    "transfer": {"errors", "common", "format", "storage", "run", "serialization", "loading", "manager", "coordination"},
+    "transfer": {
+        *("errors", "common", "format", "storage", "run", "serialization", "coordination", "saving", "loading"),
+        "manager",
+    },
     "testing": {"errors", "common", "storage"},
     # The public API, as its users import it: `from dcp_remote import …`, `from dcp_remote.errors import …`.
     "integrations": {"errors", "__init__", "common"},
@@ -40,13 +44,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 IMPORTED_IN_A_FUNCTION = {("cli.transfer", "transfer.__init__")}
 
 # These import no torch, not even for types: the command line starts without it.
-WITHOUT_TORCH = {"errors", "common", "storage", "format", "run", "cli"}
+WITHOUT_TORCH = {"errors", "common", "storage", "format", "run", "cli", "launch"}
 
 # Who may know these: everybody else speaks to `ObjectStore`, and a run on a local folder loads none of them.
 CLIENTS = {"obstore", "boto3", "botocore"}
 KNOW_CLIENTS = ("storage.cloud.", "storage.fsspec", "testing.servers")
 
-ENTRIES_MAX = 17
+ENTRIES_MAX = 18
 
 # Every module of the package, by its name below `dcp_remote`.
 MODULES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]

@@ -1,6 +1,6 @@
 """Command line `dcp-remote`: one module per command, called by `main`. Imports no torch.
 
-findings and probe are the parts of `dcp-remote bench`.
+arguments declares and parses, output prints, interrupts answers Ctrl-C; transfer has `import` and `export`.
 """
 
 from __future__ import annotations

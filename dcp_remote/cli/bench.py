@@ -1,296 +1,290 @@
-"""`dcp-remote bench`: measure a bucket from this machine, print what limits it, and write a report to publish."""
+"""`dcp-remote bench`: requests as a save and a load send them, at a rising number of parallel ones.
+
+Not `save` and `load` themselves: a save divides a state into shards of 64 MiB, so that 16 of them in parallel would
+move gigabytes, and torch would have to be imported.
+"""
 
 from __future__ import annotations
 
-import argparse
-import errno
-import json
+import logging
 import math
 import os
 import platform
-import re
-import signal
+import secrets
+import statistics
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
-from types import FrameType
-from typing import TextIO
+from typing import Annotated
 
-from dcp_remote.cli.findings import Probe, Unit, describe_support, find_limit
-from dcp_remote.cli.probe import fresh_name, object_bytes, probe
-from dcp_remote.common.text import escape_unprintable, human_bytes
+from dcp_remote.cli.arguments import StorageOptions, Url, argument, parse_bytes
+from dcp_remote.cli.output import Output
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import format_count
 from dcp_remote.common.units import GiB, KiB, MiB
-from dcp_remote.errors import InvalidArgumentError, StorageError
+from dcp_remote.errors import InvalidArgumentError, ObjectNotFoundError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
-from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
-from dcp_remote.storage.limits import take_limits
+from dcp_remote.storage.conditional_writes import require_conditional_writes
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url
 
-# Defaults: a few seconds of a usual connection in each direction, and less than a few cents at any provider.
-BYTES = 256 * MiB
-SECONDS = 60.0
-OUTPUT = "dcp-remote-bench.json"
+logger = logging.getLogger(__name__)
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": GiB}
+# Parallel requests, ascending: a save uses eight per rank, and often eight ranks share a host. Each moves two objects.
+_PARALLEL = (1, 2, 4, 8, 16)
+_OBJECTS_EACH = 2
 
-# Timeout of small requests, so that an outage is reported within seconds. Large bodies have the timeouts of a save.
-_QUICK_SECONDS = 5.0
+# Size of an object: at most that of a shard, and large enough that its transfer is not mostly latency.
+_OBJECT_BYTES_MAX = 64 * MiB
+_OBJECT_BYTES_MIN = 64 * KiB
 
-# Exit code of a program that a signal ended is this plus the signal's number, by convention of shells.
-_SIGNALLED = 128
-# Signals that end a process and can be delayed until the objects are deleted. Windows has no SIGHUP.
-_SIGNALS = tuple(
-    number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
-)
+_LATENCY_REQUESTS = 10
 
+# Time for which one request is repeated: short for those without a body, so that an outage is reported within seconds.
+_SMALL_SECONDS = 10.0
+_BODY_SECONDS = 60.0
+_DELETE_SECONDS = 20.0
 
-def parse_bytes(text: str) -> int:
-    """Parse a size such as `8MiB`, `64KB` or a number of bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: The text has another form.
-    """
-    found = re.fullmatch(r"(\d+)([KMG]i?B|)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"not a size like 8MiB, 64KB or 268435456: {text}")
-    return int(found[1]) * _UNITS[found[2]]
+# Fraction of the CPU, or of the best rate, from which it counts as reached.
+_BUSY = 0.9
+# Fraction of requests that had to be sent again, above which these are the limit.
+_TROUBLED = 0.02
+# Growth of the rate at the last doubling of parallel requests, from which it counts as still growing.
+_GROWING = 1.5
 
 
-def run(
-    url: str,
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Throughput of a number of parallel requests; `cpu_seconds` are those of this process meanwhile."""
+
+    parallel: int
+    size_bytes: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Throughput of all requests together."""
+        return self.size_bytes / self.seconds
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second / MiB:.4g} MiB/s with {format_count(self.parallel, 'request')} at a time"
+
+    def format_columns(self) -> str:
+        """Return MiB per second and CPU seconds per GiB, as in the table."""
+        return f"{self.bytes_per_second / MiB:>10.1f}  {self.cpu_seconds / (self.size_bytes / GiB):>9.2f}"
+
+
+@dataclass(slots=True)
+class Report:
+    """Results so far, which identify neither bucket nor user; `conditional_writes` is False if they are ignored."""
+
+    first_request_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    conditional_writes: bool = True
+    object_bytes: int = 0
+    up: Sequence[Rate] = ()
+    down: Sequence[Rate] = ()
+    requests: int = 0
+    requests_again: int = 0
+    cores: int = 1
+
+
+def bench(
+    out: Output,
+    url: Url,
     *,
-    storage_options: Mapping[str, object],
-    bytes_max: int,
-    seconds_max: float,
-    name: str | None,
-    output: Path,
-    out: TextIO,
+    size_bytes: Annotated[
+        int,
+        argument(
+            "--bytes",
+            type=parse_bytes,
+            metavar="SIZE",
+            help="most bytes to upload, and to download, such as 64MiB (default: 256MiB)",
+        ),
+    ] = 256 * MiB,
+    seconds: Annotated[
+        float, argument(type=float, metavar="N", help="start no new measurement after this time (default: %(default)g)")
+    ] = 60.0,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Measure, print, and write the report; costs as in `dcp_remote.cli.probe`.
+    """Measure a bucket from this machine, and print what limits it.
 
-    Args:
-        url: URL of a prefix that may be written.
-        storage_options: Options as for `RemoteWriter`.
-        bytes_max: Most bytes to upload, and to download.
-        seconds_max: Seconds after which no new measurement starts.
-        name: Name of the bucket or machine in the report, or None.
-        output: File for the report; must not exist.
-        out: Output stream.
-
-    Raises:
-        InvalidArgumentError: `bytes_max` or `seconds_max` is out of range, or the report's folder does not exist.
-        PermissionDeniedError: There are no credentials, or they permit no writing or reading.
-        StorageError: The bucket does not exist, or does not answer; or, raised after the report was written, objects
-            could not be deleted, or the store ignores conditions.
-        FileExistsError: The file for the report exists already.
-        SystemExit: A signal ended the measurement.
+    Measures latency, conditional writes, and bandwidth by the number of parallel requests. Writes objects below a fresh
+    prefix and deletes them at the end, also after Ctrl-C. With --json prints a report that can be published: it
+    contains neither credentials nor the name of the bucket.
     """
-    store = open_store(url, storage_options)
-    object_bytes(bytes_max)
-    if not 0 < seconds_max < math.inf:
-        raise InvalidArgumentError("--seconds must be a positive number.", seconds=seconds_max)
-    scheme = parse_url(url).scheme
-    unit: Unit = "thread" if scheme in {"file", "memory"} else "connection"
-    fresh = fresh_name()
-    prefix_url = escape_unprintable(store.child(fresh).url)
-
-    def tell(line: str) -> None:
-        out.write(f"… {line}\n")
-        out.flush()
-
-    with _open_report(output) as file:
-        # Printed before anything is put, so that a user who kills this process knows what to delete.
-        out.write(f"{prefix_url}: objects below this URL are written, read and deleted\n")
-        out.flush()
-        quick = _open_quick_store(url, storage_options, store)
-        with _handle_signals(prefix_url) as signals:
-            found = probe(
-                store,
-                name=fresh,
-                bytes_max=bytes_max,
-                seconds_max=seconds_max,
-                tell=tell,
-                quick=quick,
-                unit=unit,
-                hold=signals.hold,
-            )
-        direct = _direct_counts(store).plus(_direct_counts(quick))
-        document = _build_report(found, direct, scheme=scheme, unit=unit, name=name)
-        file.write(json.dumps(document, indent=2) + "\n")
-    out.writelines(f"{line}\n" for line in _format_lines(found, direct, unit))
-    out.write(escape_unprintable(f"report: {output}") + "\n")
-    if found.objects_left:
-        raise StorageError(
-            "Some objects could not be deleted; the warning above names the URL to clean up.",
-            objects=found.objects_left,
-        )
-    if False in {found.creates_if_absent, found.compares_and_swaps}:
-        raise StorageError(
-            "This store ignores the conditions of conditional writes, so it cannot hold checkpoints safely.",
-            create_if_absent=found.creates_if_absent,
-            compare_and_swap=found.compares_and_swaps,
-        )
-
-
-def _open_quick_store(url: str, storage_options: Mapping[str, object], store: ObjectStore) -> ObjectStore:
-    """Open the URL with shorter timeouts; files and memory have none, so `store` itself is returned for them."""
-    parsed = parse_url(url)
-    if parsed.scheme in {"file", "memory"}:
-        return store
-    from dcp_remote.storage.cloud.config import Timeouts
-    from dcp_remote.storage.cloud.store import open_cloud_store
-
-    timeouts = Timeouts(floor_seconds=_QUICK_SECONDS, silence_seconds=_QUICK_SECONDS)
-    return open_cloud_store(parsed, take_limits(storage_options)[1], timeouts=timeouts)
-
-
-def _direct_counts(store: ObjectStore) -> DirectCounts:
-    """Return the counts of how ranges were read so far; zeros for files and memory."""
-    if parse_url(store.url).scheme in {"file", "memory"}:
-        return DirectCounts()
-    from dcp_remote.storage.cloud.store import CloudStore
-
-    return store.direct_counts if isinstance(store, CloudStore) else DirectCounts()
-
-
-@contextmanager
-def _open_report(output: Path) -> Iterator[TextIO]:
-    """Create the report's file before anything is sent; remove the file if the block raises.
-
-    Raises:
-        InvalidArgumentError: The folder does not exist.
-        FileExistsError: The file exists already, perhaps with the results of a long measurement.
-        OSError: The file cannot be written.
-    """
-    if not output.parent.is_dir() or output.is_dir():
-        raise InvalidArgumentError("The report cannot be written there.", output=output)
-    if output.is_file():
-        raise FileExistsError(errno.EEXIST, "The report exists already; choose another file with --output", str(output))
-    # A path that exists and is not a file (/dev/null, a pipe) is written but never removed.
-    is_new = not output.exists()
-    with output.open("x" if is_new else "w", encoding="utf-8") as file:
-        try:
-            yield file
-        except BaseException:
-            if is_new:
-                output.unlink(missing_ok=True)
-            raise
-
-
-class _SignalHandler:
-    """Signal handler: the first signal ends the measurement, and no signal ends the deletion that follows.
-
-    Args:
-        prefix_url: URL below which the objects are.
-
-    Attributes:
-        first: Number of the first signal, or None.
-    """
-
-    def __init__(self, prefix_url: str) -> None:
-        self._prefix_url = prefix_url
-        self._printed: set[str] = set()
-        self._held = False
-        self.first: int | None = None
-
-    def hold(self) -> None:
-        """Let no later signal interrupt."""
-        self._held = True
-
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal, as `signal.signal` calls it."""
-        should_exit = self.first is None and not self._held
-        if self.first is None:
-            self.first = number
-        if should_exit:
-            self._print_once("interrupted; waiting for pending requests, then deleting")
-            raise SystemExit(_SIGNALLED + number)
-        self._print_once("still waiting for pending requests and for the deletion of")
-
-    def _print_once(self, text: str) -> None:
-        if text in self._printed:
-            return
-        self._printed.add(text)
-        # Not through `sys.stderr`, which the signal may have interrupted in the middle of a line.
-        with suppress(OSError):
-            os.write(2, f"dcp-remote: {text} the objects below {self._prefix_url}\n".encode(errors="backslashreplace"))
-
-
-@contextmanager
-def _handle_signals(prefix_url: str) -> Iterator[_SignalHandler]:
-    """Install the signal handlers, and put the previous ones back at the end.
-
-    Raises:
-        SystemExit: A signal came: raised at once, or after the objects were deleted.
-    """
-    signals = _SignalHandler(prefix_url)
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            # Ignored signals stay ignored, as under nohup; handlers installed outside Python (None) stay in place.
-            if signal.getsignal(number) not in {signal.SIG_IGN, None}:
-                previous[number] = signal.signal(number, signals)
+    objects = 1 + sum(_PARALLEL) * _OBJECTS_EACH
+    if size_bytes < objects * _OBJECT_BYTES_MIN:
+        raise InvalidArgumentError("--bytes must be at least 4MiB, to measure a bandwidth.", bytes=size_bytes)
+    if not 0 < seconds < math.inf:
+        raise InvalidArgumentError("--seconds must be a positive number.", seconds=seconds)
+    store = open_store(url, storage_options).child(f"bench-{secrets.token_hex(8)}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    report = Report(object_bytes=min(_OBJECT_BYTES_MAX, size_bytes // objects), cores=cores)
+    # Printed before anything is put, so that a user who kills this process knows what to delete.
+    out.say(f"{store.url}: objects below this URL are written, read and deleted")
+    bucket = _Bucket(store)
+    problems: list[StorageError] = []
     try:
-        yield signals
+        report.first_request_seconds, report.latency_seconds = _measure_latency(bucket)
+        first, later = 1000 * report.first_request_seconds, 1000 * report.latency_seconds
+        out.say(f"latency {later:.1f} ms; first request {first:.1f} ms, with credentials and connection")
+        problems += _test_conditional_writes(store)
+        report.conditional_writes = not problems
+        out.say(f"conditional writes {'do NOT work' if problems else 'work'}")
+        _measure_rates(out, bucket, report, Deadline(seconds))
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if signals.first is not None:
-        raise SystemExit(_SIGNALLED + signals.first)
-
-
-def _build_report(
-    found: Probe, direct: DirectCounts, *, scheme: str, unit: Unit, name: str | None
-) -> dict[str, object]:
-    """Return the report, which must identify neither the bucket nor the user."""
-    return {
-        "dcp_remote": version("dcp-remote"),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "name": name,
-        "scheme": scheme,
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "limit": find_limit(found, unit=unit),
-        "measured": asdict(found),
-        "ranges_read": asdict(direct),
-    }
-
-
-def _explain_indirect_reads(direct: DirectCounts) -> str:
-    """Return why some ranges were not read directly; empty if all were."""
-    if direct.direct == direct.ranges:
-        return ""
-    return (
-        f"; the others were read by obstore, which needs more CPU ({direct.refused} refused by the store, "
-        f"{direct.after_breaks} after broken connections, {direct.skipped} not tried: a pause after such failures, or "
-        "a proxy)"
+        left = bucket.delete_objects()
+    report.requests, report.requests_again = bucket.store.counts.requests, len(bucket.failures)
+    cause = f"; the last because: {bucket.failures[-1]}" if bucket.failures else ""
+    out.say(f"requests sent again {report.requests_again} of {report.requests}{cause}", "", find_limit(report))
+    out.give(
+        {
+            "dcp_remote": version("dcp-remote"),
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "scheme": parse_url(url).scheme,
+            "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+            "limit": find_limit(report),
+            "measured": asdict(report),
+        }
     )
+    if problems:
+        raise problems[0]
+    if left:
+        raise StorageError("Some objects could not be deleted; the warning names the URL to clean up.", objects=left)
 
 
-def _format_lines(found: Probe, direct: DirectCounts, unit: Unit) -> Iterator[str]:
-    first, later, slowest = (
-        f"{1000 * seconds:.1f} ms"
-        for seconds in (found.first_answer_seconds, found.answer_seconds, found.slow_answer_seconds)
-    )
-    yield f"first request        {first}{', including credentials and connection' * (unit == 'connection')}"
-    yield f"later requests       {later} (median), {slowest} (slowest)"
-    yield f"small reads          {found.small_reads_per_second:.0f}/s by 8 {unit}s"
-    yield f"create-if-absent     {describe_support(found.creates_if_absent)}"
-    yield f"compare-and-swap     {describe_support(found.compares_and_swaps)}"
-    yield f"requests sent again  {found.requests_again} of {found.requests}, {found.slow_downs} refused for their rate"
-    if direct.ranges:
-        yield f"ranges read directly {direct.direct} of {direct.ranges}{_explain_indirect_reads(direct)}"
-    if found.up:
-        yield f"\nobjects of {human_bytes(found.object_bytes)}"
-        yield f"{f'{unit}s':<11}    up MiB/s  CPU s/GiB  down MiB/s  CPU s/GiB"
-    for up, down in zip(found.up, found.down, strict=True):
-        yield (
-            f"{up.connections:>11}  {up.bytes_per_second / MiB:>10.1f}  {up.cpu_seconds_per_gib:>9.2f}  "
-            f"{down.bytes_per_second / MiB:>10.1f}  {down.cpu_seconds_per_gib:>9.2f}"
+class _Bucket:
+    """Store at the fresh prefix, which counts requests and knows which objects to delete."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = CountingStore(store)
+        self.failures: list[StorageError] = []
+        self._keys: list[str] = []
+
+    def retry(self, seconds: float) -> ObjectStore:
+        """Return a store that repeats failed requests for some seconds."""
+
+        def note(_verb: str, _key: str, error: StorageError) -> None:
+            self.failures.append(error)
+
+        return RetryingStore(self.store, Deadline(seconds), on_retry=note)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Put an object."""
+        self._keys.append(key)  # before the request, which may be carried out although it fails
+        self.retry(_BODY_SECONDS).put(key, [data])
+
+    def delete_objects(self) -> int:
+        """Delete all objects; return how many could not be deleted, of which a warning tells."""
+        failed: Mapping[str, StorageError]
+        try:
+            failed = self.retry(_DELETE_SECONDS).delete(self._keys) if self._keys else {}
+        except StorageError as error:
+            failed = dict.fromkeys(self._keys, error)
+        if failed:
+            logger.warning(
+                "Objects of the benchmark may be left. Delete everything below this URL. url=%s objects=%d cause=%s",
+                self.store.url,
+                len(failed),
+                next(iter(failed.values())),
+            )
+        return len(failed)
+
+
+def _measure_latency(bucket: _Bucket) -> tuple[float, float]:
+    """Return the seconds of the first request, and the median of later ones: HEAD of an absent object has no body."""
+    seconds = []
+    for _ in range(1 + _LATENCY_REQUESTS):
+        began = time.monotonic()
+        with suppress(ObjectNotFoundError):
+            bucket.retry(_SMALL_SECONDS).head("absent")
+        seconds.append(time.monotonic() - began)
+    return seconds[0], statistics.median(seconds[1:])
+
+
+def _test_conditional_writes(store: ObjectStore) -> list[StorageError]:
+    """Test conditional writes as the first commit of a job does; return the error of a store that has none."""
+    if not store.capabilities.compare_and_swap:
+        return [
+            StorageError("This store replaces no object on a condition, so that it cannot hold runs.", url=store.url)
+        ]
+    try:
+        require_conditional_writes(store, Deadline(_SMALL_SECONDS), swaps=store.capabilities.compare_and_swap)
+    except StorageError as error:
+        # A subclass has another reason: the store does not answer, there is no bucket, a grant is missing.
+        if type(error) is not StorageError:
+            raise
+        return [error]
+    return []
+
+
+def _measure_rates(out: Output, bucket: _Bucket, report: Report, deadline: Deadline) -> None:
+    body = os.urandom(report.object_bytes)  # random, so that it cannot be compressed on its way
+    local = threading.local()
+
+    def put(key: str) -> None:
+        bucket.put(key, body)
+
+    def get(key: str) -> None:
+        if not hasattr(local, "buffer"):
+            local.buffer = memoryview(bytearray(len(body)))  # reused, because new memory costs page faults
+        bucket.retry(_BODY_SECONDS).get_into(key, 0, local.buffer)
+
+    put("warm")  # not measured: opens connections
+    get("warm")
+    out.say(f"{'parallel':<11}    up MiB/s  CPU s/GiB  down MiB/s  CPU s/GiB")
+    for parallel in _PARALLEL:
+        if deadline.expired():
+            out.say("time ran out before all measurements: give more --seconds")
+            return
+        keys = [f"{parallel}-{number}" for number in range(_OBJECTS_EACH * parallel)]
+        up, down = (_measure(parallel, transfer, keys, len(body)) for transfer in (put, get))
+        report.up, report.down = [*report.up, up], [*report.down, down]
+        out.say(f"{parallel:>11}  {up.format_columns()}  {down.format_columns()}")
+
+
+def _measure(parallel: int, transfer: Callable[[str], None], keys: Sequence[str], object_bytes: int) -> Rate:
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        cpu, began = time.process_time(), time.monotonic()
+        for future in as_completed([pool.submit(transfer, key) for key in keys]):
+            future.result()
+        return Rate(parallel, len(keys) * object_bytes, time.monotonic() - began, time.process_time() - cpu)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C, only requests under way are waited for
+
+
+def find_limit(report: Report) -> str:
+    """Return what limits the bucket, in a sentence each for upload and download."""
+    if report.requests_again > _TROUBLED * report.requests:
+        return (
+            f"The store refuses requests for their rate, or the network fails: {report.requests_again} of "
+            f"{report.requests} requests had to be sent again."
         )
-    if found.stopped_early:
-        yield "time ran out before all measurements: give more --seconds"
-    yield f"\n{find_limit(found, unit=unit)}"
+    if not report.up:
+        return "Time ran out before any bandwidth was measured: give more --seconds."
+    upload, download = _find_limit_of("Upload", report.up, report), _find_limit_of("Download", report.down, report)
+    return f"{upload} {download}"
+
+
+def _find_limit_of(name: str, rates: Sequence[Rate], report: Report) -> str:
+    best = max(rates, key=lambda rate: rate.bytes_per_second)
+    first, last = rates[0], rates[-1]
+    if best.cpu_seconds >= _BUSY * report.cores * best.seconds:
+        return f"{name}: the CPU of this machine ({format_count(report.cores, 'core')}) is fully used."
+    if len(rates) == 1:
+        return f"{name}: {first}; there was no time to try more."
+    if last.bytes_per_second >= _GROWING * rates[-2].bytes_per_second:
+        waiting = report.latency_seconds / (report.object_bytes / first.bytes_per_second)
+        cause = "latency limits" if waiting > 0.5 else "each connection is limited, not the network"  # noqa: PLR2004
+        return f"{name}: {first}, {last}, and still growing: {cause}."
+    enough = next(rate for rate in rates if rate.bytes_per_second >= _BUSY * best.bytes_per_second)
+    return f"{name}: the network or the store limits; {enough}, and hardly more with others."

@@ -28,10 +28,8 @@ def watch_interrupts(*, is_reading: bool) -> Iterator[None]:
 
     Python raises KeyboardInterrupt only in the main thread, which may be in a request that takes many seconds: a thread
     of its own gets the signals' numbers from a socket. Where SIGINT is ignored, as in background jobs, or handled by
-    a program that calls `main`, or by the command itself (`bench`), nothing is done.
-
-    Args:
-        is_reading: The command writes nothing, so that the process is ended soon after the first Ctrl-C.
+    a program that calls `main`, nothing is done. A command that only reads (`is_reading`) is ended soon after the
+    first one.
     """
     if not _is_default() or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,22 +1,20 @@
-"""`dcp-remote show`: print the content of a checkpoint, from its manifest alone."""
+"""`dcp-remote show`."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TextIO
+from typing import Annotated
 
-from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
+from dcp_remote.cli.arguments import Step, StorageOptions, Url, argument
+from dcp_remote.cli.output import Output
+from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, shorten
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.entry_names import choose_names, top_level_key
 from dcp_remote.format.json_text import from_text
-from dcp_remote.format.manifest import Manifest, RunInfo
+from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import open_store
-
-# Characters of a value in a listing; `--json` prints all of it.
-_VALUE_CHARACTERS_MAX = 60
 
 # Mark of an entry of `Files` (FORMAT.md §5), and the beginning of such an entry in a manifest.
 _FILES_MARK = "dcp_remote.Files"
@@ -32,47 +30,45 @@ _LABELS = {"thinned": "without"}
 _TOP_LEVEL = "(top level)"
 
 
-def run(
-    url: str,
+def show(
+    out: Output,
+    url: Url,
     *,
-    storage_options: Mapping[str, object],
-    step: int | str | None,
-    patterns: Sequence[str],
-    as_json: bool,
-    out: TextIO,
+    step: Step = None,
+    key: Annotated[
+        Sequence[str] | None,
+        argument(
+            action="append",
+            metavar="PATTERN",
+            help="list the entries that match a name or pattern, such as 'model.*'; repeatable",
+        ),
+    ] = None,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Print the content of a checkpoint; one GET, for a run three GETs (two if a step is given).
+    """Print the content of a checkpoint.
 
-    Args:
-        url: URL of the checkpoint, or of a run.
-        storage_options: Options as for `RemoteReader`.
-        step: Step or name of a checkpoint of a run; None for the newest, or for a checkpoint by itself.
-        patterns: Names or globs of entries to list; if empty, only the top-level keys are summarized.
-        as_json: Print a JSON document instead of text.
-        out: Output stream.
-
-    Raises:
-        CheckpointNotFoundError: There is no committed checkpoint at the URL, or none of this step or name.
-        CorruptCheckpointError: The manifest, or a value in it, is damaged.
-        InvalidArgumentError: A pattern matches no entry.
+    Or of the newest checkpoint of a run, from its manifest alone: one GET, for a run three (two if a step is given).
     """
     store = open_store(url, storage_options)
     manifest = read_manifest(store, step=step, retry_seconds=_RETRY_SECONDS)
-    names = list(manifest.names())
-    if patterns:
-        names = choose_names(names, patterns, paths=manifest.flatten)
-    if as_json:
-        # Encoded before the first byte is written: on an error, half a document would be worse than none.
-        out.write(json.dumps(_build_document(store.url, manifest, names), indent=2) + "\n")
-        return
-    lines = list(_format_lines(store.url, manifest, names if patterns else None))
-    out.writelines(escape_unprintable(line) + "\n" for line in lines)
+    chosen = choose_names(list(manifest.names()), key, paths=manifest.flatten) if key else None
+    if out.as_json:
+        names = manifest.names() if chosen is None else chosen
+        entries = {name: _build_entry(manifest, name) for name in names}
+        out.give({**_collect_facts(store.url, manifest), "entries": entries})
+    else:
+        # Made before the first line is printed, since a damaged value raises.
+        out.say(*_format_facts(store.url, manifest), *_format_entries(manifest, chosen))
 
 
 def _collect_facts(url: str, manifest: Manifest) -> dict[str, object]:
-    return {
-        "url": url,
-        **(_collect_run_facts(manifest.run) if manifest.run is not None else {}),
+    facts: dict[str, object] = {"url": url}
+    run = manifest.run
+    if run is not None:  # without the names, of which only the catalog knows the current ones
+        facts["step"] = run.step
+        facts |= {"metrics": dict(run.metrics)} if run.metrics else {}
+        facts |= {"thinned": list(run.thinned)} if run.thinned else {}
+    return facts | {
         "save_id": manifest.save_id,
         "created": manifest.created,
         "writer": ", ".join(f"{name} {value}" for name, value in manifest.writer.items()),
@@ -85,20 +81,8 @@ def _collect_facts(url: str, manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _collect_run_facts(run: RunInfo) -> dict[str, object]:
-    """Return the facts of a checkpoint in a run, without its names: only the catalog knows the current ones."""
-    return {
-        "step": run.step,
-        **({"metrics": dict(run.metrics)} if run.metrics else {}),
-        **({"thinned": list(run.thinned)} if run.thinned else {}),
-    }
-
-
-def _build_document(url: str, manifest: Manifest, names: Sequence[str]) -> dict[str, object]:
-    return {**_collect_facts(url, manifest), "entries": {name: _build_entry(manifest, name) for name in names}}
-
-
 def _build_entry(manifest: Manifest, name: str) -> dict[str, object]:
+    """Return an entry as it is in the JSON document. Raises if it is an inline value that is damaged."""
     tensors = manifest.tensors
     number = tensors.index.get(name)
     if number is not None:
@@ -121,39 +105,39 @@ def _count_tensor_bytes(manifest: Manifest, number: int) -> int:
     return int(manifest.pieces.length[first:stop].sum())
 
 
-def _format_lines(url: str, manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
+def _format_facts(url: str, manifest: Manifest) -> Iterator[str]:
     facts = _collect_facts(url, manifest)
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            facts[name] = ", ".join(f"{metric} {number:g}" for metric, number in value.items())
-        elif isinstance(value, list):
-            facts[name] = ", ".join(value)
     facts["bytes"] = f"{human_bytes(manifest.total_bytes)} ({manifest.total_bytes:,} bytes)"
     width = max(map(len, facts))
     for name, value in facts.items():
-        yield f"{_LABELS.get(name, name.replace('_', ' ')):<{width}}  {value}"
+        text = str(value)
+        if isinstance(value, dict):
+            text = ", ".join(f"{metric} {number:g}" for metric, number in value.items())
+        elif isinstance(value, list):
+            text = ", ".join(value)
+        yield f"{_LABELS.get(name, name.replace('_', ' ')):<{width}}  {text}"
+
+
+def _format_entries(manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
+    """Yield a line for each entry of these names, or a summary of all by their top-level keys."""
     if any(True for _ in manifest.names()):
         yield ""
     if names is None:
         yield from _summarize(manifest)
-        return
-    for name in names:
-        yield f"{name}  {_describe_entry(manifest, name)}"
+    else:
+        yield from (f"{name}  {_describe_entry(manifest, name)}" for name in names)
 
 
 def _describe_entry(manifest: Manifest, name: str) -> str:
-    number = manifest.tensors.index.get(name)
-    if number is not None:
-        shape = "×".join(map(str, manifest.tensors.shape_of(number))) or "scalar"
-        chunks = int(manifest.tensors.chunks[number])
-        dtype, size = manifest.tensors.kind_of(number).dtype, human_bytes(_count_tensor_bytes(manifest, number))
-        return f"{dtype} {shape}, {size} in {chunks} chunk{'s' * (chunks != 1)}"
-    if name in manifest.inline:
-        # Raises if damaged, since reading the manifest does not check inline values.
-        value = from_text(name, manifest.inline[name])
-        return _describe_files(value) or _shorten(manifest.inline[name].decode("utf-8"))
     entry = _build_entry(manifest, name)
-    return f"object ({entry['encoding']}), {entry['bytes']} bytes"
+    if "value" in entry:
+        return _describe_files(entry["value"]) or shorten(manifest.inline[name].decode("utf-8"))
+    if "encoding" in entry:
+        return f"object ({entry['encoding']}), {entry['bytes']} bytes"
+    number = manifest.tensors.index[name]
+    shape = "×".join(map(str, manifest.tensors.shape_of(number))) or "scalar"
+    size = human_bytes(_count_tensor_bytes(manifest, number))
+    return f"{entry['dtype']} {shape}, {size} in {format_count(int(manifest.tensors.chunks[number]), 'chunk')}"
 
 
 def _describe_files(value: object) -> str | None:
@@ -166,7 +150,7 @@ def _describe_files(value: object) -> str | None:
             texts = [content.get("$bytes") if isinstance(content, dict) else None for content in contents.values()]
             size_bytes = sum(len(text) // 4 * 3 - text.count("=") for text in texts if isinstance(text, str))
             if all(isinstance(text, str) for text in texts):
-                return f"{_shorten(', '.join(contents)) or 'no files'} ({human_bytes(size_bytes)})"
+                return f"{shorten(', '.join(contents)) or 'no files'} ({human_bytes(size_bytes)})"
     return None
 
 
@@ -180,31 +164,23 @@ def _find_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
                     yield name, text
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]}…"
-
-
 def _summarize(manifest: Manifest) -> Iterator[str]:
     files = dict(_find_files(manifest))
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[str]] = {}
     for name in manifest.names():
-        if name in files:
-            continue
-        top = top_level_key(manifest.flatten.get(name) if manifest.flatten else None)
-        count = groups.setdefault(top, [0, 0, 0])
-        number = manifest.tensors.index.get(name)
-        if number is None:
-            count[1] += 1
-        else:
-            count[0] += 1
-            count[2] += _count_tensor_bytes(manifest, number)
-    titles = {top: escape_unprintable(top) or _TOP_LEVEL for top in groups}
-    width = max(map(len, [*titles.values(), *files]), default=0)
-    for top, (tensors, objects, size_bytes) in groups.items():
-        numbers = f"{format_count(tensors, 'tensor')}, {format_count(objects, 'object')}, {human_bytes(size_bytes)}"
-        yield f"{titles[top]:<{width}}  {numbers}"
-    for name, text in files.items():
-        yield f"{name:<{width}}  {text}"
-    if groups or files:
+        if name not in files:
+            groups.setdefault(top_level_key(manifest.flatten.get(name) if manifest.flatten else None), []).append(name)
+    rows = [(escape_unprintable(top) or _TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
+    rows += files.items()
+    width = max((len(title) for title, _ in rows), default=0)
+    yield from (f"{title:<{width}}  {text}" for title, text in rows)
+    if rows:
         yield ""
         yield "To list entries: dcp-remote show <url> --key 'model.*'"
+
+
+def _summarize_group(manifest: Manifest, names: Sequence[str]) -> str:
+    numbers = [number for name in names if (number := manifest.tensors.index.get(name)) is not None]
+    size = human_bytes(sum(_count_tensor_bytes(manifest, number) for number in numbers))
+    tensors, objects = format_count(len(numbers), "tensor"), format_count(len(names) - len(numbers), "object")
+    return f"{tensors}, {objects}, {size}"

@@ -1,57 +1,66 @@
-"""`dcp-remote import` and `dcp-remote export`: checkpoints of other formats into a run, and out of one.
-
-The only commands that need torch, which they import when they run.
-"""
+"""`dcp-remote import` and `dcp-remote export`, the only commands that need torch, which they import when they run."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Literal, TextIO, cast
+from typing import Annotated, Literal
 
-from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
+from dcp_remote.cli.arguments import (
+    AddPair,
+    Step,
+    StorageOptions,
+    Url,
+    argument,
+    flag,
+    parse_bytes,
+    parse_pair,
+    parse_setting,
+)
+from dcp_remote.cli.output import Output
+from dcp_remote.common.text import format_count, human_bytes
+from dcp_remote.common.units import WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.storage.url import is_remote
-
-KINDS = ("safetensors", "torch")
 
 # Names by which other tools call dtypes.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def run_import(
-    source: str,
-    url: str,
+def import_(
+    out: Output,
+    source: Annotated[
+        str, argument(help="URL or path of a folder, of a file of torch.save, or of a file of safetensors")
+    ],
+    url: Url,
     *,
-    source_options: Mapping[str, object],
-    storage_options: Mapping[str, object],
-    step: int,
-    name: str | None,
-    overwrite: bool,
-    start_over: bool,
-    allow_pickle: bool,
-    as_json: bool,
-    out: TextIO,
+    step: Annotated[int, argument(type=int, metavar="N", help="step of the new checkpoint")],
+    name: Annotated[str | None, argument(help="name of the new checkpoint")] = None,
+    overwrite: Annotated[bool, flag("replace the checkpoint of this step")] = False,
+    start_over: Annotated[bool, flag("leave the checkpoints of the run behind, marked as abandoned")] = False,
+    allow_pickle: Annotated[
+        bool, flag("load objects that need code, which the checkpoint names: only where it is trusted")
+    ] = False,
+    source_option: Annotated[
+        Mapping[str, object] | None,
+        argument(
+            type=parse_setting,
+            action=AddPair,
+            metavar="NAME=VALUE",
+            help="storage option of a source in object storage, beside those of the run; repeatable",
+        ),
+    ] = None,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Import a checkpoint, and print what was saved; costs and errors as of `dcp_remote.import_checkpoint`.
+    """Save a checkpoint of another format to a run.
 
-    Args:
-        source: URL or path of the checkpoint.
-        url: URL of the run.
-        source_options: Options of the source's store; a source in object storage has those of the run as well.
-        storage_options: Options as for `RemoteWriter`; of the source alone, if only the source is in object storage.
-        step: Step of the new checkpoint.
-        name: Name of the new checkpoint.
-        overwrite: Replace the checkpoint of this step.
-        start_over: Leave the checkpoints of the run behind, marked as abandoned.
-        allow_pickle: Load objects that need code.
-        as_json: Print a JSON document instead of text.
-        out: Output stream.
+    Saves a checkpoint of torch.distributed.checkpoint, of Hugging Face (safetensors) or of torch.save, and reads it
+    back. A training that saves to this run meanwhile is stopped.
     """
     from dcp_remote.transfer import import_checkpoint
 
     began_seconds = time.monotonic()
+    own, shared = source_option or {}, storage_options or {}
     report = import_checkpoint(
         source,
         url,
@@ -60,55 +69,68 @@ def run_import(
         overwrite=overwrite,
         start_over=start_over,
         allow_pickle=allow_pickle,
-        source_options={**(storage_options if is_remote(source) else {}), **source_options},
-        storage_options=storage_options if is_remote(url) or not is_remote(source) else {},
+        # If only the source is in object storage, the options are its own.
+        source_options={**(shared if is_remote(source) else {}), **own},
+        storage_options=shared if is_remote(url) or not is_remote(source) else {},
     )
-    document = {
-        "source": source,
-        "url": url,
-        "step": report.step,
-        "name": name,
-        "save_id": report.save_id,
-        "bytes": report.total_bytes,
-        "seconds": round(time.monotonic() - began_seconds, 3),
-    }
-    if as_json:
-        out.write(json.dumps(document, indent=2) + "\n")
-        return
-    text = f"imported {source} to {url}: step {report.step}, {human_bytes(report.total_bytes)}, verified"
-    out.write(escape_unprintable(text) + "\n")
+    out.say(f"imported {source} to {url}: step {report.step}, {human_bytes(report.total_bytes)}, verified")
+    out.give(
+        {
+            "source": source,
+            "url": url,
+            "step": report.step,
+            "name": name,
+            "save_id": report.save_id,
+            "bytes": report.total_bytes,
+            "seconds": round(time.monotonic() - began_seconds, 3),
+        }
+    )
 
 
-def run_export(
-    url: str,
-    folder: str,
+def export(
+    out: Output,
+    url: Url,
+    folder: Annotated[str, argument(help="local folder, which must be empty; made if it does not exist")],
     *,
-    storage_options: Mapping[str, object],
-    step: int | str | None,
-    kind: str,
-    key: str,
-    dtype: str | None,
-    rename: Mapping[str, str | None],
-    file_bytes_max: int,
-    allow_pickle: bool,
-    as_json: bool,
-    out: TextIO,
+    step: Step = None,
+    kind: Annotated[
+        Literal["safetensors", "torch"],
+        argument(choices=("safetensors", "torch"), help="files as Transformers or as torch reads them"),
+    ] = "safetensors",
+    key: Annotated[
+        str, argument(help="first parts of the names of the weights; '' for all (default: %(default)s)")
+    ] = "model",
+    dtype: Annotated[
+        str | None,
+        argument(help="floating-point dtype to convert to, such as bfloat16 or bf16 (default: as saved)"),
+    ] = None,
+    rename: Annotated[
+        Mapping[str, str] | None,
+        argument(
+            type=parse_pair,
+            action=AddPair,
+            metavar="OLD=NEW",
+            help="new name of a tensor, or of tensors by the first parts of their names; OLD= leaves them out; "
+            "repeatable",
+        ),
+    ] = None,
+    file_bytes_max: Annotated[
+        int,
+        argument(
+            type=parse_bytes,
+            metavar="SIZE",
+            help="size of one file of weights, such as 4GiB or 500MB (default: %(default)s bytes)",
+        ),
+    ] = WEIGHTS_FILE_BYTES_MAX,
+    allow_pickle: Annotated[
+        bool, flag("write objects that need code to load, for --kind torch: only where the checkpoint is trusted")
+    ] = False,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Export a checkpoint, and print which files were written; costs and errors as of `dcp_remote.export_checkpoint`.
+    """Write a checkpoint as safetensors, or as a folder of torch.
 
-    Args:
-        url: URL of a run or checkpoint.
-        folder: Local folder.
-        storage_options: Options as for `RemoteReader`.
-        step: Step or name of a checkpoint of a run; None for the newest.
-        kind: "safetensors" or "torch".
-        key: First parts of the names of the weights.
-        dtype: Name of the dtype to convert to, also bf16, fp16 and fp32; None to keep each.
-        rename: New names of tensors below `key`, or of their first parts, by the old ones; None leaves tensors out.
-        file_bytes_max: Size of one file of weights, in bytes.
-        allow_pickle: Write objects that need code to load.
-        as_json: Print a JSON document instead of text.
-        out: Output stream.
+    Writes the weights of a checkpoint to a local folder as Transformers does, or all of it as
+    torch.distributed.checkpoint does, and reads the files back.
     """
     from dcp_remote.transfer import export_checkpoint
 
@@ -116,26 +138,24 @@ def run_export(
     written = export_checkpoint(
         url,
         folder,
-        kind=cast("Literal['safetensors', 'torch']", kind),
+        kind=kind,
         step=step,
         key=key,
         dtype=_DTYPES.get(dtype or "", dtype),
-        rename=rename or None,
+        rename={old: new or None for old, new in rename.items()} if rename else None,
         storage_options=storage_options,
         file_bytes_max=file_bytes_max,
         allow_pickle=allow_pickle,
     )
     total_bytes = sum(path.stat().st_size for path in written)
-    document = {
-        "url": url,
-        "folder": folder,
-        "kind": kind,
-        "files": [os.path.relpath(path, written[-1].parent) for path in written],  # the last one is not in a subfolder
-        "bytes": total_bytes,
-        "seconds": round(time.monotonic() - began_seconds, 3),
-    }
-    if as_json:
-        out.write(json.dumps(document, indent=2) + "\n")
-        return
-    text = f"exported {url} to {folder}: {format_count(len(written), 'file')}, {human_bytes(total_bytes)}, verified"
-    out.write(escape_unprintable(text) + "\n")
+    out.say(f"exported {url} to {folder}: {format_count(len(written), 'file')}, {human_bytes(total_bytes)}, verified")
+    out.give(
+        {
+            "url": url,
+            "folder": folder,
+            "kind": kind,
+            "files": [os.path.relpath(path, written[-1].parent) for path in written],  # the last one lies at the top
+            "bytes": total_bytes,
+            "seconds": round(time.monotonic() - began_seconds, 3),
+        }
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random as random_module
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from dcp_remote.errors import InvalidArgumentError
@@ -20,18 +20,27 @@ def jitter(low: float, high: float) -> float:
     return _generator.uniform(low, high)
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time and chance of an operation, which its `Deadline` carries. That of a test waits for nothing."""
+
+    monotonic: Callable[[], float] = time.monotonic  # seconds
+    sleep: Callable[[float], None] = time.sleep
+    uniform: Callable[[float, float], float] = jitter  # random number between two others
+
+
+SYSTEM_CLOCK = Clock()
+
+
 class Deadline:
-    """Point in time by which an operation must end, on a monotonic clock.
+    """Point in time by which an operation must end, on a monotonic clock, some seconds from now on."""
 
-    Args:
-        seconds: Time until the deadline, from now on.
-        clock: Monotonic clock, in seconds.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start the clock."""
-        self._clock = clock
-        self._begin = clock()
+    def __init__(self, seconds: float, clock: Clock | Callable[[], float] | None = None) -> None:
+        """Begin now, by the clock of the system unless another is given; a function replaces its monotonic time."""
+        if not isinstance(clock, Clock):
+            clock = SYSTEM_CLOCK if clock is None else replace(SYSTEM_CLOCK, monotonic=clock)
+        self.clock = clock
+        self._begin = self.clock.monotonic()
         self._seconds = seconds
 
     def __repr__(self) -> str:
@@ -39,18 +48,14 @@ class Deadline:
         return f"Deadline(seconds={self._seconds:g}, remaining_seconds={self.remaining_seconds():.1f})"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse pickling: the clock of another host has another origin.
-
-        Raises:
-            InvalidArgumentError: Always.
-        """
+        """Refuse pickling: the clock of another host has another origin."""
         raise InvalidArgumentError(
             "A Deadline cannot be pickled: send its remaining seconds, and make a new one there."
         )
 
     def elapsed_seconds(self) -> float:
         """Return the seconds since this deadline was set."""
-        return self._clock() - self._begin
+        return self.clock.monotonic() - self._begin
 
     def remaining_seconds(self) -> float:
         """Return the seconds left; 0 once the deadline has passed."""
@@ -62,7 +67,7 @@ class Deadline:
 
     def earlier(self, seconds: float) -> Deadline:
         """Return a deadline `seconds` before this one, on the same clock: it leaves time to report a failure."""
-        return Deadline(max(0.0, self.remaining_seconds() - seconds), self._clock)
+        return Deadline(max(0.0, self.remaining_seconds() - seconds), self.clock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +76,13 @@ class RetryPolicy:
 
     Full jitter best spreads clients that failed together (a throttled prefix, a server that restarts): M. Brooker,
     "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.
-
-    Attributes:
-        first_delay_seconds: Longest delay after the first failure, in seconds; doubled after each further one.
-        delay_seconds_max: Longest delay after any failure, in seconds.
     """
 
-    first_delay_seconds: float = 0.2
-    delay_seconds_max: float = 20.0
+    first_delay_seconds: float = 0.2  # longest pause after the first failure; doubled after each further one
+    delay_seconds_max: float = 20.0  # longest pause after any failure
 
     def __post_init__(self) -> None:
-        """Check the delays.
-
-        Raises:
-            InvalidArgumentError: The first delay is not above 0, or above the longest.
-        """
+        """Check the delays."""
         if not 0 < self.first_delay_seconds <= self.delay_seconds_max:
             raise InvalidArgumentError(
                 "first_delay_seconds must be above 0 and at most delay_seconds_max.",
@@ -94,14 +91,10 @@ class RetryPolicy:
             )
 
     def delay_seconds(self, attempt: int, *, remaining_seconds: float, random: float) -> float | None:
-        """Return the pause after the `attempt`-th failure in seconds, or None to give up.
+        """Return the pause after the `attempt`-th failure (from 1) in seconds, or None to give up.
 
-        The pause is shorter than `remaining_seconds`. None is returned if less than the first delay remains.
-
-        Args:
-            attempt: Number of failed attempts, at least 1.
-            remaining_seconds: Time left until the deadline.
-            random: Random number from [0, 1).
+        `random` is from [0, 1). The pause is shorter than `remaining_seconds`, the time left until the deadline; None
+        is returned if less than the first delay remains.
         """
         if remaining_seconds < self.first_delay_seconds:
             return None

@@ -56,15 +56,9 @@ class Box:
 
 
 def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Cut a run of a row-major chunk into at most `2 * dimensions - 1` boxes.
+    """Cut a run of a row-major chunk, of at least one element, into at most `2 * dimensions - 1` boxes.
 
-    Args:
-        sizes: Sizes of the chunk.
-        start: First element of the run.
-        stop: One past the last element of the run; `start < stop <= prod(sizes)`.
-
-    Yields:
-        (first element of the box, box) in ascending order; the elements of each box are one run.
+    Yields (first element of the box, box) in ascending order; the elements of each box are one run.
     """
     if not sizes:
         yield start, Box((), ())
@@ -95,17 +89,10 @@ def _inside_row(sizes: Sequence[int], index: int, start: int, stop: int) -> Iter
 
 
 def runs_of_box(sizes: Sequence[int], box: Box, *, gap: int) -> I64:
-    """Return the runs of a row-major chunk that contain the elements of a box.
+    """Return the runs of a row-major chunk that contain the elements of a box of at least one element.
 
-    Runs less than `gap` elements apart are joined, so that there are at most `prod(sizes) / gap + 1`.
-
-    Args:
-        sizes: Sizes of the chunk.
-        box: Box inside the chunk, with at least one element.
-        gap: Gap in elements; 1 joins only adjacent runs.
-
-    Returns:
-        int64 array of shape [runs, 2]: start and stop of each run, ascending.
+    Runs less than `gap` elements apart are joined (1 joins only adjacent ones), so that there are at most
+    `prod(sizes) / gap + 1`. Returns int64 of shape [runs, 2]: start and stop of each run, ascending.
     """
     dimension = len(sizes)
     length, stride, base = 1, 1, 0
@@ -141,13 +128,8 @@ def find_single_run(sizes: Sequence[int], box: Box) -> int | None:
 def cut_chunk(sizes: Sequence[int], *, item_bytes: int, piece_bytes_max: int) -> list[tuple[int, int]]:
     """Cut a chunk into runs of at most `piece_bytes_max` and nearly equal length, at whole rows where rows fit.
 
-    Args:
-        sizes: Sizes of the chunk.
-        item_bytes: Bytes of one element; at most `piece_bytes_max`.
-        piece_bytes_max: Bytes of the largest piece allowed.
-
-    Returns:
-        (start, stop) of each piece in elements, ascending, without gaps; empty for a chunk without elements.
+    Returns (start, stop) of each in elements, ascending, without gaps; none for a chunk without elements. An element
+    must not be larger than a piece.
     """
     elements = math.prod(sizes)
     if elements == 0:

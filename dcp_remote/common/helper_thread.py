@@ -22,9 +22,6 @@ class HelperThread:
 
     When the caller stops waiting, the thread is abandoned and ends when its call returns; the next call gets a new
     thread.
-
-    Args:
-        name: Name of the threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,13 +33,8 @@ class HelperThread:
     def run(self, call: Callable[[], T], look: Callable[[], None]) -> T:
         """Make a call in the helper thread, with the context variables of this one, and return its result.
 
-        Args:
-            call: Must be harmless if it goes on after the caller has stopped waiting.
-            look: Called twice a second during the wait; an exception from it ends the wait.
-
-        Raises:
-            RuntimeError: No thread can be started.
-            BaseException: Raised by `call` or `look`.
+        `look` is called twice a second during the wait; an exception from it ends the wait, after which the call goes
+        on and must be harmless. RuntimeError: no thread can be started.
         """
         answer: Future[T] = Future()
         answered, context = OneTimeEvent(), contextvars.copy_context()

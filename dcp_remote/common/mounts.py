@@ -21,14 +21,9 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def file_system_type(mountinfo: str, path: str) -> str | None:
-    """Return the type of the file system that holds a path.
+    """Return the type of the file system that holds a path, such as `ext4` or `nfs4`; None if no line covers the path.
 
-    Args:
-        mountinfo: Text of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
-        path: Absolute path without symbolic links; need not exist.
-
-    Returns:
-        Name of the type in the kernel (`ext4`, `nfs4`, `fuse.sshfs`); None if no line covers the path.
+    `mountinfo` is the text of `/proc/self/mountinfo`; the path is absolute, without symbolic links, and need not exist.
     """
     longest, found = -1, None
     for line in mountinfo.splitlines():
@@ -57,5 +52,5 @@ def swap_refusal(root: str) -> str:
     where = f"the file system is {kind}" if kind else "the type of the file system is unknown"
     return (
         f"{where}, and only local ones are known to lock files between all processes; "
-        "if flock(2) excludes all hosts here, pass storage_options={'allow_network_replace': True}"
+        "if flock(2) excludes all hosts here, pass storage_options['allow_network_replace'] = True"
     )

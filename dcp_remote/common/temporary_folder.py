@@ -23,13 +23,8 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
 
     Making one also removes the folders of this user with the same prefix that no process holds locked: those of
     processes that were killed. The kernel releases a lock when its process ends, in whatever container. On a file
-    system that is not known to lock between all processes that see it, no other folder is removed.
-
-    Args:
-        prefix: Beginning of the folder's name; the folder lies in `tempfile.gettempdir()`.
-
-    Raises:
-        OSError: No folder can be made or opened.
+    system that is not known to lock between all processes that see it, no other folder is removed. The folder lies in
+    `tempfile.gettempdir()`.
     """
 
     def __init__(self, prefix: str) -> None:

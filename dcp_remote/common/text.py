@@ -5,6 +5,9 @@ from __future__ import annotations
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
 
+# Characters of a name or value in a listing.
+_LISTED_CHARACTERS_MAX = 60
+
 
 def escape_unprintable(text: str) -> str:
     """Return a text as one line, with all characters escaped but graphic ones and the plain space.
@@ -16,6 +19,11 @@ def escape_unprintable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shorten(text: str) -> str:
+    """Cut a text that is too long for a line of a listing."""
+    return text if len(text) <= _LISTED_CHARACTERS_MAX else f"{text[:_LISTED_CHARACTERS_MAX]}…"
 
 
 def human_bytes(size_bytes: int) -> str:

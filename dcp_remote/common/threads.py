@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from dcp_remote.common.deadline import Clock
+
 T = TypeVar("T")
 
 # A thread that waits for a transfer checks its deadline this often, since another thread may let the deadline expire.
@@ -57,11 +59,8 @@ class Workers:
     """Daemon threads that make calls in the order of submission, and hardly delay the exit of the process.
 
     The standard library's pool is joined at exit even if its threads are stuck in requests for minutes, and takes no
-    more calls from then on, when the last save of a script may still be under way.
-
-    Args:
-        count: Maximum number of threads; each is started when a call finds no idle thread.
-        name: Prefix of the threads' names.
+    more calls from then on, when the last save of a script may still be under way. At most `count` threads are started,
+    each when a call finds no idle thread.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -76,8 +75,7 @@ class Workers:
     def submit(self, call: Callable[[], object]) -> None:
         """Queue a call, which must not raise.
 
-        Raises:
-            RuntimeError: No thread can be started. A running thread may still take the call from the queue.
+        RuntimeError: no thread can be started; a running thread may still take the call from the queue.
         """
         self._calls.put(call)
         if self._idle.acquire(blocking=False):
@@ -91,11 +89,7 @@ class Workers:
                 _threads.add(thread)
 
     def shutdown(self, *, wait: bool) -> None:
-        """Drop the calls that have not begun, and end the threads.
-
-        Args:
-            wait: Wait until the calls that have begun are done.
-        """
+        """Drop the calls that have not begun, and end the threads; `wait` for the calls that have begun."""
         while True:
             try:
                 self._calls.get_nowait()
@@ -136,11 +130,7 @@ atexit.register(_join_threads)
 
 
 class CallOnce(Generic[T]):
-    """Call that is made once, by the first thread that reaches it.
-
-    Attributes:
-        future: Future of the result.
-    """
+    """Call that is made once, by the first thread that reaches it; `future` is that of its result."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         """Store the call."""
@@ -176,20 +166,19 @@ def submit_or_run(pool: Workers, call: Callable[[], T]) -> Future[T]:
 
 
 class Cancellation:
-    """Clock and sleep for the retries of one transfer: `cancel` expires its deadline and ends its pauses."""
+    """Clock for the retries of one transfer: `cancel` expires the deadlines on it, and ends its pauses."""
 
     def __init__(self) -> None:
         """Begin uncancelled."""
         self._is_cancelled = threading.Event()
+        self.clock = Clock(self._monotonic, self._pause)
 
     def cancel(self) -> None:
         """Cancel all retries that use this clock."""
         self._is_cancelled.set()
 
-    def clock(self) -> float:
-        """Return monotonic seconds for a `Deadline`; infinite once cancelled."""
+    def _monotonic(self) -> float:
         return math.inf if self._is_cancelled.is_set() else time.monotonic()
 
-    def pause(self, seconds: float) -> None:
-        """Sleep between two attempts, until cancelled at the latest."""
+    def _pause(self, seconds: float) -> None:
         self._is_cancelled.wait(seconds)

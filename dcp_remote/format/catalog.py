@@ -29,35 +29,20 @@ _STEPS_NAMED_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Live checkpoint.
+    """Live checkpoint."""
 
-    Attributes:
-        step: Training step that was finished; at most one live checkpoint per step.
-        save_id: Id of the save that wrote the checkpoint; 32 lower-case hex digits.
-        manifest: Key of the manifest, relative to the run. Thinning replaces the manifest and its key.
-        size_bytes: Bytes of all shards that the manifest names, reused ones included.
-        created: Time in UTC, ISO 8601, by the coordinator's clock; information only.
-        token: Fencing token of the job that wrote the checkpoint.
-        began: Revision of the catalog when the save began; part of the names of its shards.
-        names: Names by which the checkpoint can be loaded.
-        metrics: Metrics that the user gave: name and value.
-        pinned: True if retention keeps the checkpoint, and only a save with `overwrite=True` may replace it.
-        thinned: Top-level keys of the state dict that were dropped after the save.
-        abandoned: True if a later job went on from an older checkpoint; `latest` and retention skip the checkpoint.
-    """
-
-    step: int
-    save_id: str
-    manifest: str
-    size_bytes: int
-    created: str
-    token: int
-    began_revision: int
-    names: tuple[str, ...] = ()
-    metrics: tuple[tuple[str, float], ...] = ()
-    pinned: bool = False
-    thinned: tuple[str, ...] = ()
-    abandoned: bool = False
+    step: int  # training step that was finished; at most one live checkpoint per step
+    save_id: str  # of the save that wrote the checkpoint; 32 lower-case hex digits
+    manifest: str  # key, relative to the run; thinning replaces the manifest and its key
+    size_bytes: int  # of all shards that the manifest names, reused ones included
+    created: str  # time in UTC, ISO 8601, by the coordinator's clock; information only
+    token: int  # fencing token of the job that wrote the checkpoint
+    began_revision: int  # revision of the catalog when the save began; part of the names of its shards
+    names: tuple[str, ...] = ()  # by which the checkpoint can be loaded
+    metrics: tuple[tuple[str, float], ...] = ()  # names and values that the user gave
+    pinned: bool = False  # kept by retention, and replaced only by a save with `overwrite=True`
+    thinned: tuple[str, ...] = ()  # top-level keys of the state dict that were dropped after the save
+    abandoned: bool = False  # a later job went on from an older checkpoint; `latest` and retention skip this one
 
     def is_replaceable_by(self, names: Iterable[str]) -> bool:
         """Return whether a save with these names may replace the checkpoint, once abandoned, without `overwrite`."""
@@ -66,25 +51,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """One revision of a run.
+    """One revision of a run."""
 
-    Attributes:
-        run_id: Id of the run, 32 lower-case hex digits; never changes.
-        revision: Number of times that the catalog was replaced.
-        token: Fencing token of the job that may commit.
-        floor: Lowest revision at which a save that may still commit began; the shards of older saves may be gone.
-        entries: Live checkpoints by ascending step.
-        holder: Host, process and time of the job that took the token, for messages; "" if not known.
-        requires_to_write: Features that a release must know to replace the catalog; a later release wrote them.
-    """
-
-    run_id: str
-    revision: int = 0
-    token: int = 0
-    floor: int = 0
-    entries: tuple[Entry, ...] = ()
-    holder: str = ""
-    requires_to_write: tuple[str, ...] = ()
+    run_id: str  # 32 lower-case hex digits; never changes
+    revision: int = 0  # number of times that the catalog was replaced
+    token: int = 0  # fencing token of the job that may commit
+    floor: int = 0  # lowest revision at which a save that may still commit began; shards of older ones may be gone
+    entries: tuple[Entry, ...] = ()  # live checkpoints by ascending step
+    holder: str = ""  # host, process and time of the job that took the token, for messages; "" if not known
+    requires_to_write: tuple[str, ...] = ()  # features that a release must know to replace the catalog
 
     def entry_at(self, step: int) -> Entry | None:
         """Return the live checkpoint of a step, abandoned or not."""
@@ -111,37 +86,26 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Commit that a save asks for, with the state of the run on which the save relies.
+    """Commit that a save asks for, with the state of the run on which the save relies."""
 
-    Attributes:
-        entry: Checkpoint to add.
-        run_id: Id of the run when the save began.
-        before: save_id of the checkpoint of this step to overwrite, as seen when the save began; None if there is
-            nothing to overwrite. A checkpoint that is abandoned, or that this commit abandons, is replaced in any case,
-            unless it is pinned or has a name that `entry` does not have.
-        reused: save_id and manifest key of the checkpoint whose shards are reused; None if no shard is.
-        abandons: Step that the job restored (-1: no step): newer checkpoints of earlier jobs become abandoned. None to
-            abandon nothing. Needed in the first commit of a job, harmless in later ones. A job that restores an older
-            step again must first take a new fencing token.
-    """
-
-    entry: Entry
-    run_id: str
+    entry: Entry  # checkpoint to add
+    run_id: str  # of the run when the save began
+    # save_id of the checkpoint of this step to overwrite, as seen when the save began; None if there is nothing to
+    # overwrite. A checkpoint that is abandoned, or that this commit abandons, is replaced in any case, unless it is
+    # pinned or has a name that `entry` does not have.
     before: str | None = None
-    reused: tuple[str, str] | None = None
+    reused: tuple[str, str] | None = None  # save_id and manifest key of the checkpoint whose shards are reused
+    # Step that the job restored (-1: no step): newer checkpoints of earlier jobs become abandoned. None to abandon
+    # nothing. Needed in the first commit of a job, harmless in later ones. A job that restores an older step again must
+    # first take a new fencing token.
     abandons: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Job that asks for a change other than a save; such a change is also made for no job, by a person or a tool.
+    """Job that asks for a change other than a save; such a change is also made for no job, by a person or a tool."""
 
-    Attributes:
-        run_id: Id of the run when the job took the fence.
-        token: Fencing token of the job.
-    """
-
-    run_id: str
+    run_id: str  # of the run when the job took the fence
     token: int
 
 
@@ -161,11 +125,7 @@ def fenced_error(catalog: Catalog, token: int | None, url: str | None = None) ->
 
 
 def require_owner(catalog: Catalog, owner: Owner | None) -> None:
-    """Refuse a change that a fenced job asks for; None is no job, and never refused.
-
-    Raises:
-        FencedError: A newer job owns the run, or another run was created in its place.
-    """
+    """Refuse a change that a fenced job asks for; None is no job, and never refused."""
     if owner is not None and (owner.run_id, owner.token) != (catalog.run_id, catalog.token):
         raise FencedError(
             "A newer job owns this run; nothing was changed. Stop this job.",
@@ -178,9 +138,7 @@ def require_owner(catalog: Catalog, owner: Owner | None) -> None:
 def take_fence(catalog: Catalog, holder: str = "") -> Catalog:
     """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are.
 
-    Args:
-        catalog: Current catalog.
-        holder: Host, process and time of the new job, for messages.
+    The holder is host, process and time of the new job, for messages.
     """
     return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1, holder=holder)
 
@@ -195,15 +153,7 @@ def raise_revision(catalog: Catalog) -> Catalog:
 
 
 def add_entry(catalog: Catalog, attempt: Attempt) -> Catalog | None:
-    """Add a checkpoint. Return None if it is live already, as after a swap whose answer was lost.
-
-    Raises:
-        FencedError: A newer job owns the run, or another run was created in its place.
-        BeginAgainError: The save began below the floor, or the checkpoint whose shards it reuses has been removed,
-            replaced or thinned.
-        CommitConflictError: Another save of this step was committed meanwhile, or the abandoned checkpoint of this step
-            is pinned or named.
-    """
+    """Add a checkpoint. Return None if it is live already, as after a swap whose answer was lost."""
     entry = attempt.entry
     if catalog.holds(entry.save_id):
         return None
@@ -261,22 +211,10 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
 def thin_entry(
     catalog: Catalog, save_id: str, *, began: int, seen: str, manifest: str, keys: Iterable[str], size_bytes: int
 ) -> Catalog | None:
-    """Replace the manifest of a checkpoint by one without some top-level keys.
+    """Replace the manifest `seen` of a checkpoint by one without some top-level keys of the state dict.
 
-    Args:
-        catalog: Current catalog.
-        save_id: Id of the save that wrote the checkpoint.
-        began: Revision of the catalog when the new manifest was put; part of its name.
-        seen: Key of the manifest that is replaced.
-        manifest: Key of the new manifest.
-        keys: Top-level keys of the state dict that the new manifest leaves out.
-        size_bytes: Bytes of the shards that the new manifest names.
-
-    Returns:
-        The next catalog; None if the checkpoint is not live with the manifest `seen`.
-
-    Raises:
-        BeginAgainError: Orphans were removed since the new manifest was put, perhaps this manifest among them.
+    `began` is the revision of the catalog when the new manifest was put, and part of its key; `size_bytes` are those of
+    the shards that it names. Return None if the checkpoint is not live with the manifest `seen`.
     """
     entry = next((live for live in catalog.entries if (live.save_id, live.manifest) == (save_id, seen)), None)
     if entry is None:
@@ -287,11 +225,7 @@ def thin_entry(
 
 
 def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
-    """Pin or unpin the checkpoint of a step. Return None if nothing changes.
-
-    Raises:
-        CheckpointNotFoundError: No checkpoint of this step is live.
-    """
+    """Pin or unpin the checkpoint of a step. Return None if nothing changes."""
     entry = catalog.entry_at(step)
     if entry is None:
         steps = ", ".join(str(live.step) for live in catalog.entries[-_STEPS_NAMED_MAX:])
@@ -309,18 +243,7 @@ def label_entry(
 ) -> Catalog | None:
     """Give a checkpoint more names, which other checkpoints lose, and more metrics. Return None if nothing changes.
 
-    A metric that the checkpoint has already gets the new value.
-
-    Args:
-        catalog: Current catalog.
-        save_id: Id of the save that wrote the checkpoint.
-        token: Fencing token of the job that gives them.
-        names: Names to add.
-        metrics: Names and values of metrics to add.
-
-    Raises:
-        FencedError: A newer job owns the run.
-        CommitConflictError: The checkpoint is not live any more.
+    The token is that of the job that gives them. A metric that the checkpoint has already gets the new value.
     """
     if catalog.token != token:
         raise fenced_error(catalog, token)
@@ -332,24 +255,13 @@ def label_entry(
         )
     added = tuple(name for name in names if name not in entry.names)
     labelled = replace(entry, names=entry.names + added, metrics=tuple((dict(entry.metrics) | dict(metrics)).items()))
-    if labelled == entry:
-        return None
-    rest = (_without_names(live, added) for live in catalog.entries if live.save_id != save_id)
-    return _with(catalog, [*rest, labelled])
+    return None if labelled == entry else _changed(catalog, labelled)
 
 
 def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool) -> Catalog | None:
     """Give names to the checkpoint of a step, in one revision. Return None if it has all of them.
 
-    Args:
-        catalog: Current catalog.
-        step: Step of a live checkpoint.
-        names: Names, each valid; names that the checkpoint has already stay.
-        move: True to take the names from the checkpoints that have them.
-
-    Raises:
-        CheckpointNotFoundError: No checkpoint of this step is live.
-        CheckpointExistsError: Other checkpoints have some of the names, and `move` is false; lists them.
+    Names that other checkpoints have are refused, or taken from them if `move` is true.
     """
     entry = catalog.entry_at(step)
     if entry is None:
@@ -364,9 +276,8 @@ def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool)
         )
     if set(given).issubset(entry.names):
         return None
-    named = replace(entry, names=(*entry.names, *(name for name in given if name not in entry.names)))
-    rest = (_without_names(live, given) for live in catalog.entries if live.step != step)
-    return _with(catalog, [*rest, named])
+    added = (name for name in given if name not in entry.names)
+    return _changed(catalog, replace(entry, names=(*entry.names, *added)))
 
 
 def unname_entries(catalog: Catalog, names: Iterable[str], *, save_ids: Collection[str]) -> Catalog | None:
@@ -382,8 +293,7 @@ def unname_entries(catalog: Catalog, names: Iterable[str], *, save_ids: Collecti
 def raise_floor(catalog: Catalog, floor: int) -> Catalog | None:
     """Raise the floor to `floor`. Return None if it is that high already.
 
-    Raises:
-        InvalidArgumentError: The floor would be above the revision of the next catalog, so that no save could commit.
+    Above the revision of the next catalog, no save could commit, so that such a floor is refused.
     """
     if catalog.floor >= floor:
         return None
@@ -413,7 +323,9 @@ def _without_names(entry: Entry, names: tuple[str, ...]) -> Entry:
 
 
 def _changed(catalog: Catalog, entry: Entry) -> Catalog:
-    return _with(catalog, [entry if live.step == entry.step else live for live in catalog.entries])
+    """Replace the entry of a step; its names are taken from the others."""
+    others = (_without_names(live, entry.names) for live in catalog.entries if live.step != entry.step)
+    return _with(catalog, [*others, entry])
 
 
 def _with(catalog: Catalog, entries: Iterable[Entry]) -> Catalog:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dcp_remote.common.arrays import I64
 from dcp_remote.errors import CorruptCheckpointError
@@ -36,19 +38,10 @@ def encode_column(values: I64) -> str:
     raise AssertionError("int64 holds every difference of int64 values below 2**53")
 
 
-def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
-    """Decode a column.
+def unpack_column(text: str, *, name: str | None = None) -> NDArray[np.signedinteger[Any]]:
+    """Return the differences between the values of a column, as narrow as they are stored; `ENTRIES_MAX` at most.
 
-    Args:
-        text: Column as it stands in the document.
-        name: Field of the document, for errors.
-        count: Number of entries that the column must have; None for any number.
-
-    Returns:
-        int64 array of at most `ENTRIES_MAX` values, each from 0 to 2**53.
-
-    Raises:
-        CorruptCheckpointError: The text is not a column, has another number of entries, or a value out of bounds.
+    `name` is the field of the document, for errors.
     """
     width, _, packed = text.partition(":")
     kind = _WIDTHS.get(width)
@@ -59,15 +52,35 @@ def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
             "The manifest is damaged: a column has too many entries.", column=name, entries_max=ENTRIES_MAX
         )
     data = decode_bytes(packed, name=name)
-    if len(data) % int(width) or (count is not None and len(data) != count * int(width)):
+    if len(data) % int(width):
         raise CorruptCheckpointError(
-            "The manifest is damaged: a column has the wrong length.", column=name, bytes=len(data), entries=count
+            "The manifest is damaged: a column has the wrong length.", column=name, bytes=len(data)
+        )
+    return np.frombuffer(data, dtype=kind)
+
+
+def sum_column(differences: NDArray[np.signedinteger[Any]], *, name: str | None, count: int | None = None) -> I64:
+    """Return the values of a column, each from 0 to 2**53; `count` is their number, if another field tells it.
+
+    A difference may take one byte, and a value takes eight: the number is compared before memory is taken.
+    """
+    if count is not None and len(differences) != count:
+        raise CorruptCheckpointError(
+            "The manifest is damaged: a column has the wrong length.",
+            column=name,
+            entries=len(differences),
+            count=count,
         )
     # The first sum outside [0, 2**53] is below 2**63 + 2**53: if it wraps around, it is negative, and is refused.
-    values: I64 = np.cumsum(np.frombuffer(data, dtype=kind), dtype=np.int64)
+    values: I64 = np.cumsum(differences, dtype=np.int64)
     if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
         raise CorruptCheckpointError("The manifest is damaged: a number in a column is out of bounds.", column=name)
     return values
+
+
+def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
+    """Decode a column; as `unpack_column` and `sum_column`."""
+    return sum_column(unpack_column(text, name=name), name=name, count=count)
 
 
 def encode_bytes(data: bytes) -> str:
@@ -75,16 +88,8 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode_bytes(text: str, *, name: str) -> bytes:
-    """Decode base64.
-
-    Args:
-        text: Base64 with padding.
-        name: Field of the document, for errors.
-
-    Raises:
-        CorruptCheckpointError: The text is not base64.
-    """
+def decode_bytes(text: str, *, name: str | None) -> bytes:
+    """Decode base64 with padding; `name` is the field of the document, for errors."""
     try:
         return binascii.a2b_base64(text, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text
     except (binascii.Error, ValueError) as error:

@@ -53,11 +53,7 @@ _OPENING, _REQUIRES = msgspec.json.Decoder(_Opening), msgspec.json.Decoder(list[
 
 
 def seal(document: bytes) -> bytes:
-    """Return the stored form of a JSON object that has at least one field.
-
-    Raises:
-        InvalidArgumentError: The document is larger than a reader accepts.
-    """
+    """Return the stored form of a JSON object that has at least one field; refuse one larger than a reader accepts."""
     assert document.startswith(b'{"'), "a JSON object with at least one field"
     rest = document[1:]
     text = b'{"%s":"%s",%s' % (ALGORITHM.encode(), digest(rest).hex().encode(), rest)
@@ -77,11 +73,7 @@ def seal(document: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """Return the JSON object that was sealed, after comparing its digest.
-
-    Raises:
-        CorruptCheckpointError: The data is truncated, damaged, too large, or not a document of dcp_remote.
-    """
+    """Return the JSON object that was sealed, after comparing its digest."""
     text = _decompress(data)
     match = _SEAL.match(text)
     if match is None:
@@ -97,13 +89,7 @@ def unseal(data: bytes) -> bytes:
 def open_document(data: bytes, form: str) -> bytes:
     """Return the JSON object of a document, after comparing its digest, version and required features.
 
-    Args:
-        data: Stored form.
-        form: Value of its field `format`, such as `dcp_remote manifest`.
-
-    Raises:
-        CorruptCheckpointError: The data is truncated, damaged, too large, or another document.
-        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
+    `form` is the value of its field `format`, such as `dcp_remote manifest`.
     """
     text, kind = unseal(data), form.removeprefix("dcp_remote ")
     opening = parse(text, _OPENING, form)
@@ -127,11 +113,7 @@ def open_document(data: bytes, form: str) -> bytes:
 
 
 def require_features(names: Collection[str], kind: str) -> None:
-    """Check that this release knows all features that a document requires.
-
-    Raises:
-        UnsupportedFormatError: A feature is not known.
-    """
+    """Check that this release knows all features that a document requires."""
     unknown = sorted(set(names) - FEATURES)
     if unknown:
         raise UnsupportedFormatError(
@@ -141,11 +123,7 @@ def require_features(names: Collection[str], kind: str) -> None:
 
 
 def parse(text: bytes, decoder: msgspec.json.Decoder[_T], form: str) -> _T:
-    """Decode the JSON of a document, or a part of it.
-
-    Raises:
-        CorruptCheckpointError: The text is not JSON, or a field has another type.
-    """
+    """Decode the JSON of a document, or a part of it."""
     try:
         return decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -19,12 +19,7 @@ def to_flatten_items(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def empty_dicts(flatten: Mapping[str, Path] | None, entries: Collection[str]) -> dict[str, Path]:
-    """Return the items of a flatten mapping that record empty dicts.
-
-    Args:
-        flatten: Flatten mapping of a manifest; None if nothing was flattened.
-        entries: Names of all entries.
-    """
+    """Return the items of a manifest's flatten mapping that record empty dicts; `entries` are the names of entries."""
     rest = (flatten or {}).keys() - entries
     return {name: path for name, path in (flatten or {}).items() if name in rest and name == _name(path)}
 
@@ -33,10 +28,6 @@ def drop_conflicting(flatten: Mapping[str, Path] | None, entries: Collection[str
     """Drop empty dicts whose paths conflict with what other ranks have. Coordinator only.
 
     Entries take precedence over empty dicts, and deeper empty dicts over others.
-
-    Args:
-        flatten: Flatten mapping of all ranks; None if nothing was flattened.
-        entries: Names of all entries.
     """
     empty = empty_dicts(flatten, entries)
     if not flatten or not empty:

@@ -21,13 +21,9 @@ _WILDCARD = re.compile(r"[*?\[]")
 
 
 def top_level_key(path: Sequence[str | int] | None) -> str:
-    """Return the top-level key of the state dict below which an entry is.
+    """Return the top-level key of the state dict below which an entry is; its path is None if nothing was flattened.
 
-    Args:
-        path: Path of the entry in the nested state dict; None if the state dict was not flattened.
-
-    Returns:
-        Top-level key; "" for an entry that is at the top itself, so that all such entries form one group.
+    "" for an entry that is at the top itself, so that all such entries form one group.
     """
     return str(path[0]) if path is not None and len(path) > 1 else ""
 
@@ -40,13 +36,8 @@ def choose_names(
     A pattern that is itself a name matches only that name: `layers[0].weight` and `*` can be names. Any other pattern
     is a glob as in `fnmatch.fnmatchcase`, in which `.` has no special meaning.
 
-    Args:
-        names: Names of all entries, without repetitions.
-        patterns: Names and globs; an empty collection matches nothing.
-        paths: Paths of entries in the nested state dict, for the error; None if it was not flattened.
-
     Raises:
-        InvalidArgumentError: A pattern matches nothing; the error has similar names and the top-level keys.
+        InvalidArgumentError: A pattern matches nothing; the error has similar names and the top-level keys of `paths`.
     """
     chosen, unmatched = match_names(names, patterns)
     if unmatched:

@@ -32,12 +32,7 @@ def encode_by_place(buffer: RawBytes) -> Json:
 
 
 def to_text(encoded: Json, buffer: Callable[[RawBytes], object] = encode_in_text) -> bytes:
-    """Serialize a tree as UTF-8 JSON without spaces, names in their order.
-
-    Args:
-        encoded: Tree that `Encoder` made.
-        buffer: Encodes each long buffer: `encode_in_text` or `encode_by_place`.
-    """
+    """Write a tree of `Encoder` as UTF-8 JSON without spaces, names in their order; `buffer` encodes long ones."""
     # A tree of `Encoder` has no cycle, so that the check for cycles is left out.
     return json.dumps(
         encoded, ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":"), default=buffer
@@ -45,14 +40,9 @@ def to_text(encoded: Json, buffer: Callable[[RawBytes], object] = encode_in_text
 
 
 def from_text(key: str, data: bytes | memoryview) -> Json:
-    """Parse JSON strictly: no repeated names, NaN, Infinity, overflow, or integers beyond 64 bits.
+    """Parse JSON strictly: no repeated names, NaN, Infinity, overflow, integers beyond 64 bits, or deep nesting.
 
-    Args:
-        key: Name of the object, for errors.
-        data: Text in UTF-8.
-
-    Raises:
-        CorruptCheckpointError: The text is not such JSON, or is nested too deep.
+    `key` is the object's name, for the `CorruptCheckpointError`.
     """
     try:
         text = str(data, "utf-8")

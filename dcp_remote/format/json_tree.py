@@ -48,36 +48,22 @@ class NotEncodableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Value that has no JSON encoding.
+    """Value that has no JSON encoding."""
 
-    Attributes:
-        type_name: Type of the value, as `module.qualname`.
-        where: Path to the value in the object, such as `['a'][3]`; empty for the object itself.
-        why: Reason, as half a sentence.
-    """
-
-    type_name: str
-    where: str
-    why: str
+    type_name: str  # as `module.qualname`
+    where: str  # path to the value in the object, such as `['a'][3]`; empty for the object itself
+    why: str  # half a sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """Encoding of one type.
+    """Encoding of one type. Whatever `encode` raises becomes a `Refusal`, and what `decode` raises a damaged object."""
 
-    Attributes:
-        name: Name of the tag, with its "$".
-        kind: Exact type of the values; subclasses need tags of their own.
-        encode: Function from a value to JSON; may raise `NotEncodableError`.
-        decode: Inverse of `encode`. `Decoder` turns any exception into `CorruptCheckpointError`.
-        mutable: True if a value that is reachable on two paths must be refused, as sharing would be lost.
-    """
-
-    name: str
-    kind: type
+    name: str  # with its "$"
+    kind: type  # exact: subclasses need tags of their own
     encode: Callable[[Encoder, Any], Json]
     decode: Callable[[Decoder, Json], object]
-    mutable: bool = False
+    mutable: bool = False  # a value that is reachable on two paths is refused, as sharing would be lost
 
 
 def type_name(value: object) -> str:
@@ -87,21 +73,11 @@ def type_name(value: object) -> str:
 
 
 class Encoder:
-    """Encoder of one object.
-
-    Attributes:
-        refusals: Values without an encoding, collected so that one error can name all of them.
-        buffers: Long buffers that the encoded tree holds as `RawBytes`.
-    """
+    """Encoder of one object."""
 
     def __init__(self, find_tag: Callable[[object], Tag | None]) -> None:
-        """Start with nothing encoded.
-
-        Args:
-            find_tag: Returns the tag of a value, or None.
-        """
-        self.refusals: list[Refusal] = []
-        self.buffers: list[RawBytes] = []
+        self.refusals: list[Refusal] = []  # collected, so that one error can name all of them
+        self.buffers: list[RawBytes] = []  # long buffers in the encoded tree
         self._find_tag = find_tag
         self._path: list[object] = []
         # Keyed by identity. The values are kept alive, as the identity of a freed temporary could be used again.
@@ -120,12 +96,7 @@ class Encoder:
             return None
 
     def child(self, step: object, value: object) -> Json:
-        """Encode a value inside the current one.
-
-        Args:
-            step: Key, position or attribute name that leads from the current value to this one.
-            value: Value to encode.
-        """
+        """Encode a value inside the current one; `step` is the key, position or attribute that leads to it."""
         if len(self._path) >= DEPTH_MAX:
             raise NotEncodableError(f"nested deeper than {DEPTH_MAX}")
         self._path.append(step)
@@ -152,15 +123,7 @@ class Encoder:
         return buffer
 
     def claim(self, identity: Hashable, value: object) -> None:
-        """Record that a value was reached, and refuse one that was reached before on another path.
-
-        Args:
-            identity: Identity of the value, or of the memory that it uses.
-            value: Value, which is kept alive.
-
-        Raises:
-            NotEncodableError: The identity was claimed before.
-        """
+        """Refuse a value whose identity, or that of its memory, was reached before on another path."""
         if identity in self._seen:
             raise NotEncodableError(f"shared with {self._seen[identity][1] or 'the object itself'}")
         self._seen[identity] = (value, self._where())
@@ -214,14 +177,7 @@ class Decoder:
     """Decoder of one object from untrusted JSON."""
 
     def __init__(self, key: str, tags: Mapping[str, Tag], raw: memoryview) -> None:
-        """Store the arguments; nothing is decoded yet.
-
-        Args:
-            key: Name of the object, for errors.
-            tags: Tags by name.
-            raw: Raw bytes that follow the text.
-        """
-        self.key = key
+        self.key = key  # name of the object, for errors
         self._tags = tags
         self._depth = 0
         self._raw = raw
@@ -264,12 +220,7 @@ class Decoder:
         return decoded
 
     def data(self, encoded: Json) -> memoryview:
-        """Decode bytes that `Encoder.data` wrote; raw bytes are returned as a view, not copied.
-
-        Raises:
-            TypeError: The value is neither a string nor a place.
-            ValueError: The string is not base64, or the place is outside the raw bytes or overlaps others.
-        """
+        """Decode bytes that `Encoder.data` wrote; raw bytes are returned as a view, not copied."""
         if isinstance(encoded, str):
             return memoryview(from_base64(encoded))
         start, length = fixed(encoded, 2)
@@ -283,11 +234,7 @@ class Decoder:
         return self._raw[first:stop]
 
     def finish(self) -> None:
-        """Check that each raw byte was decoded exactly once; called after the object was decoded.
-
-        Raises:
-            CorruptCheckpointError: Buffers overlap, or leave bytes out.
-        """
+        """Check that each raw byte was decoded exactly once; called after the object was decoded."""
         stop = 0
         for first, end in [*sorted(self._taken), (len(self._raw), 0)]:
             if first != stop:
@@ -318,34 +265,26 @@ class Decoder:
             raise CorruptCheckpointError("A stored object is damaged.", key=self.key, tag=name, cause=error) from error
 
 
-def require_spread(keys: Collection[Hashable]) -> None:
-    """Check that at most `COLLISIONS_MAX` keys of a mapping, or elements of a set, have equal hashes.
+def write_no_longer(_: Encoder, value: object) -> NoReturn:
+    """Refuse a value of a type that is read in checkpoints of earlier releases, and that no training holds."""
+    raise NotEncodableError("is read, but written no longer")
 
-    Raises:
-        NotEncodableError: More keys have equal hashes. `Decoder` turns this into `CorruptCheckpointError`.
-    """
+
+def require_spread(keys: Collection[Hashable]) -> None:
+    """Check that at most `COLLISIONS_MAX` keys of a mapping, or elements of a set, have equal hashes."""
     if len(keys) > COLLISIONS_MAX and max(Counter(map(hash, keys)).values()) > COLLISIONS_MAX:
         raise NotEncodableError(f"more than {COLLISIONS_MAX} of its keys have the same hash")
 
 
 def expect(encoded: object, kind: type) -> Any:
-    """Return `encoded` if its type is exactly `kind`: True is no integer.
-
-    Raises:
-        TypeError: The type is another one.
-    """
+    """Return `encoded` if its type is exactly `kind`: True is no integer."""
     if type(encoded) is not kind:
         raise TypeError(f"expected {kind.__name__}, found {type(encoded).__name__}")
     return encoded
 
 
 def fixed(encoded: Json, count: int) -> list[Json]:
-    """Return `encoded` if it is a list of exactly `count` entries.
-
-    Raises:
-        TypeError: The value is no list.
-        ValueError: The list has another length.
-    """
+    """Return `encoded` if it is a list of exactly `count` entries."""
     entries: list[Json] = expect(encoded, list)
     if len(entries) != count:
         raise ValueError(f"expected {count} entries, found {len(entries)}")
@@ -353,12 +292,7 @@ def fixed(encoded: Json, count: int) -> list[Json]:
 
 
 def fields(encoded: Json, *names: str) -> list[Json]:
-    """Return the values of an object that has exactly these names, in the order of `names`.
-
-    Raises:
-        TypeError: The value is no object.
-        ValueError: The object has other names.
-    """
+    """Return the values of an object that has exactly these names, in the order of `names`."""
     entries: dict[str, Json] = expect(encoded, dict)
     if entries.keys() != set(names):
         raise ValueError(f"expected {sorted(names)}, found {sorted(entries)}")
@@ -366,12 +300,7 @@ def fields(encoded: Json, *names: str) -> list[Json]:
 
 
 def bounded(encoded: Json, low: int, high: int) -> int:
-    """Return `encoded` if it is an integer from `low` to `high`, both included.
-
-    Raises:
-        TypeError: The value is no integer.
-        ValueError: The integer is out of bounds.
-    """
+    """Return `encoded` if it is an integer from `low` to `high`, both included."""
     number: int = expect(encoded, int)
     if not low <= number <= high:
         raise ValueError(f"{number} is not from {low} to {high}")
@@ -384,12 +313,7 @@ def to_base64(data: bytes | memoryview) -> str:
 
 
 def from_base64(encoded: Json) -> bytes:
-    """Decode base64.
-
-    Raises:
-        TypeError: The value is no string.
-        ValueError: The string is not base64.
-    """
+    """Decode base64; a ValueError or TypeError if it is none."""
     return base64.b64decode(expect(encoded, str), validate=True)
 
 

@@ -49,38 +49,23 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Object stored in shards.
+    """Object stored in shards."""
 
-    Attributes:
-        name: Name of the entry in the state dict.
-        encoding: `JSON`, `JSON_RAW`, `TORCH` or `PICKLE`.
-        piece_first: Index of its first piece among all pieces of the manifest.
-        pieces: Number of its pieces.
-    """
-
-    name: str
-    encoding: str
-    piece_first: int
-    pieces: int
+    name: str  # of the entry in the state dict
+    encoding: str  # `JSON`, `JSON_RAW`, `TORCH` or `PICKLE`
+    piece_first: int  # index of its first piece among all pieces of the manifest
+    pieces: int  # number of its pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Shards, one entry each in every column.
+    """Shards, one entry each in every column."""
 
-    Attributes:
-        keys: Object keys, relative to the checkpoint or run.
-        sizes: Bytes of the whole object.
-        data_starts: Byte in the shard at which the data begins, just after the block table.
-        table_lengths: Bytes of the block table, which ends at `data_starts`.
-        table_digests: Digests of the block tables, 16 bytes each, one after another.
-    """
-
-    keys: tuple[str, ...]
-    sizes: I64
-    data_starts: I64
-    table_lengths: I64
-    table_digests: bytes
+    keys: tuple[str, ...]  # relative to the checkpoint or run
+    sizes: I64  # bytes of the whole object
+    data_starts: I64  # byte in the shard at which the data begins, just after the block table
+    table_lengths: I64  # bytes of the block table, which ends at `data_starts`
+    table_digests: bytes  # of the block tables, 16 bytes each, one after another
 
     @classmethod
     def concat(cls, parts: Sequence[Shards]) -> Self:
@@ -110,30 +95,19 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Contiguous byte ranges in shards: those of all chunks in their order, then those of stored objects.
+    """Contiguous byte ranges in shards: those of all chunks in their order, then those of stored objects."""
 
-    Attributes:
-        shard: Index of the shard that holds each piece.
-        start: First byte of each piece, counted from the start of the shard.
-        length: Bytes of each piece.
-        table: Index of the first digest of each piece in the block table of its shard; 0 for a piece of one block,
-            which has none there. Stored, because a table may hold digests of pieces that the manifest does not name.
-        digests: Digests of the pieces, 16 bytes each, one after another.
-    """
-
-    shard: I64
-    start: I64
-    length: I64
+    shard: I64  # index of the shard that holds each piece
+    start: I64  # first byte of each piece, counted from the start of the shard
+    length: I64  # bytes of each piece
+    # Index of the first digest of each piece in the block table of its shard; 0 for a piece of one block, which has
+    # none there. Stored, because a table may hold digests of pieces that the manifest does not name.
     table: I64
-    digests: bytes
+    digests: bytes  # of the pieces, 16 bytes each, one after another
 
     @classmethod
     def concat(cls, parts: Sequence[Pieces]) -> Self:
-        """Return the pieces of all parts, one part after another.
-
-        Args:
-            parts: Pieces whose `shard` indices count the shards of all parts.
-        """
+        """Return the pieces of all parts, one after another; their `shard` indices count the shards of all parts."""
         return cls(
             shard=np.concatenate([_NO_NUMBERS, *(part.shard for part in parts)]),
             start=np.concatenate([_NO_NUMBERS, *(part.start for part in parts)]),
@@ -163,29 +137,17 @@ def _take_digests(digests: bytes, indices: I64) -> bytes:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors and their chunks as flat columns.
+    """Tensors and their chunks as flat columns."""
 
-    Attributes:
-        names: Names, one per tensor.
-        kinds: Distinct kinds.
-        kind: Index into `kinds`, one per tensor.
-        dimensions: Number of dimensions, one per tensor.
-        shape: Sizes of all tensors, one tensor after another.
-        chunks: Number of chunks, one per tensor.
-        chunk_offsets: Offsets of all chunks, one chunk after another.
-        chunk_sizes: Sizes of all chunks, one chunk after another.
-        chunk_pieces: Number of pieces, one per chunk.
-    """
-
-    names: tuple[str, ...]
-    kinds: tuple[TensorKind, ...]
-    kind: I64
-    dimensions: I64
-    shape: I64
-    chunks: I64
-    chunk_offsets: I64
-    chunk_sizes: I64
-    chunk_pieces: I64
+    names: tuple[str, ...]  # one per tensor
+    kinds: tuple[TensorKind, ...]  # distinct
+    kind: I64  # index into `kinds`, one per tensor
+    dimensions: I64  # number of dimensions, one per tensor
+    shape: I64  # sizes of all tensors, one tensor after another
+    chunks: I64  # number of chunks, one per tensor
+    chunk_offsets: I64  # of all chunks, one chunk after another
+    chunk_sizes: I64  # of all chunks, one chunk after another
+    chunk_pieces: I64  # number of pieces, one per chunk
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -237,63 +199,37 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Place of a checkpoint in its run, from which a lost catalog can be rebuilt.
+    """Place of a checkpoint in its run, from which a lost catalog can be rebuilt."""
 
-    Attributes:
-        run_id: Id of the run; 32 lower-case hex digits.
-        step: Training step that was finished.
-        token: Fencing token of the job that wrote the checkpoint.
-        revision: Revision of the catalog when the save began; part of the names of its shards.
-        names: Names of the checkpoint when it was committed.
-        metrics: Metrics that the user gave: name and value.
-        thinned: Top-level keys of the state dict that were dropped after the save.
-    """
-
-    run_id: str
-    step: int
-    token: int
-    revision: int
-    names: tuple[str, ...] = ()
-    metrics: tuple[tuple[str, float], ...] = ()
-    thinned: tuple[str, ...] = ()
+    run_id: str  # 32 lower-case hex digits
+    step: int  # training step that was finished
+    token: int  # fencing token of the job that wrote the checkpoint
+    revision: int  # of the catalog when the save began; part of the names of its shards
+    names: tuple[str, ...] = ()  # of the checkpoint when it was committed
+    metrics: tuple[tuple[str, float], ...] = ()  # names and values that the user gave
+    thinned: tuple[str, ...] = ()  # top-level keys of the state dict that were dropped after the save
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of one checkpoint.
+    """Contents of one checkpoint."""
 
-    Attributes:
-        save_id: Id of the save that wrote the checkpoint; 32 lower-case hex digits, fresh for each save.
-        replaces: save_ids of the manifests that this one and its predecessors replaced, newest first; at most
-            `REPLACES_MAX`.
-        created: Time in UTC, ISO 8601, by the coordinator's clock; information only.
-        writer: Names and versions of the software that wrote the checkpoint.
-        world_size: Number of ranks that saved.
-        shards: Shards that hold the pieces.
-        tensors: Tensors and their chunks.
-        pieces: Pieces of all chunks, then of `stored`.
-        inline: Small objects: name to JSON text.
-        stored: Objects in shards.
-        positions: Position among all entries of the state dict, one per object (`inline` in order, then `stored`).
-        flatten: torch's `planner_data`: the path of each name in the nested state dict; None if it was not flattened.
-        user: Metadata of the user's own.
-        run: Place of the checkpoint in a run; None for a checkpoint outside a run.
-    """
-
-    save_id: str
-    replaces: tuple[str, ...]
-    created: str
-    writer: Mapping[str, str]
-    world_size: int
+    save_id: str  # of the save that wrote the checkpoint; 32 lower-case hex digits, fresh for each save
+    replaces: tuple[str, ...]  # save_ids that this and its predecessors replaced, newest first; at most REPLACES_MAX
+    created: str  # time in UTC, ISO 8601, by the coordinator's clock; information only
+    writer: Mapping[str, str]  # names and versions of the software that wrote the checkpoint
+    world_size: int  # number of ranks that saved
     shards: Shards
     tensors: Tensors
-    pieces: Pieces
-    inline: Mapping[str, bytes] = field(default_factory=dict)
+    pieces: Pieces  # of all chunks, then of `stored`
+    inline: Mapping[str, bytes] = field(default_factory=dict)  # small objects: name to JSON text
     stored: tuple[StoredObject, ...] = ()
+    # Position among all entries of the state dict, one per object (`inline` in order, then `stored`).
     positions: tuple[int, ...] = ()
+    # torch's `planner_data`: the path of each name in the nested state dict; None if it was not flattened.
     flatten: Mapping[str, tuple[str | int, ...]] | None = None
-    user: Mapping[str, object] = field(default_factory=dict)
-    run: RunInfo | None = None
+    user: Mapping[str, object] = field(default_factory=dict)  # metadata of the user's own
+    run: RunInfo | None = None  # None for a checkpoint outside a run
 
     @cached_property
     def stored_index(self) -> Mapping[str, StoredObject]:

@@ -7,9 +7,11 @@ all fields, then the numbers (`manifest_validation.py`).
 from __future__ import annotations
 
 import json
+import operator
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -20,7 +22,7 @@ from dcp_remote.common.arrays import I64
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.format.columns import decode_column, encode_column
+from dcp_remote.format.columns import encode_column, sum_column, unpack_column
 from dcp_remote.format.document import DOCUMENT_BYTES_MAX, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
@@ -54,14 +56,6 @@ class _Head(msgspec.Struct):
     replaces: list[str] = []
 
 
-class _Shards(msgspec.Struct):
-    keys: list[str]
-    sizes: str
-    data_starts: str
-    table_lengths: str
-    table_digests: bytes
-
-
 class _Kind(msgspec.Struct):
     dtype: str
     encoding: str
@@ -72,26 +66,18 @@ class _Kind(msgspec.Struct):
 
 
 class _Tensors(msgspec.Struct):
-    names: list[str]
+    names: tuple[str, ...]
     kinds: list[_Kind]
-    kind: str
-    dimensions: str
-    shape: str
-    chunks: str
+    kind: I64
+    dimensions: I64
+    shape: I64
+    chunks: I64
 
 
 class _Chunks(msgspec.Struct):
-    offsets: str
-    sizes: str
-    pieces: str
-
-
-class _Pieces(msgspec.Struct):
-    shard: str
-    start: str
-    length: str
-    table: str
-    digests: bytes
+    offsets: I64
+    sizes: I64
+    pieces: I64
 
 
 class _Stored(msgspec.Struct):
@@ -103,7 +89,7 @@ class _Stored(msgspec.Struct):
 class _Objects(msgspec.Struct):
     inline: dict[str, msgspec.Raw]
     stored: list[_Stored]
-    positions: str
+    positions: I64
 
 
 class _Run(msgspec.Struct):
@@ -111,9 +97,9 @@ class _Run(msgspec.Struct):
     step: int
     token: int
     revision: int
-    names: list[str]
+    names: tuple[str, ...]
     metrics: dict[str, float]
-    thinned: list[str]
+    thinned: tuple[str, ...]
 
 
 class _Document(msgspec.Struct):
@@ -122,109 +108,96 @@ class _Document(msgspec.Struct):
     requires: list[str]
     kind: str
     save_id: str
-    replaces: list[str]
+    replaces: tuple[str, ...]
     created: str
-    writer: dict[str, str]
+    writer: Mapping[str, str]
     world_size: int
     run: _Run | None
     digest: str
-    shards: _Shards
+    shards: Shards
     tensors: _Tensors
     chunks: _Chunks
-    pieces: _Pieces
+    pieces: Pieces
     objects: _Objects
-    flatten: dict[str, list[str | int]] | None
+    flatten: Mapping[str, tuple[str | int, ...]] | None
     user: msgspec.Raw
 
 
+def _unpack_column(_: type, text: object) -> object:
+    """Decode a field that msgspec does not know: a column, of which `_sum_columns` makes the values."""
+    if not isinstance(text, str):
+        raise TypeError("a column is a string")
+    return unpack_column(text)
+
+
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document)
+_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document, dec_hook=_unpack_column)
 _USER = msgspec.json.Decoder(dict[str, Any])
+
+_values_of_kind = operator.attrgetter(*_Kind.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Fields that settle a commit whose answer was lost.
+    """Fields that settle a commit whose answer was lost."""
 
-    Attributes:
-        kind: `CHECKPOINT`, or `TOMBSTONE` where there is no checkpoint.
-        save_id: Id of the save that wrote the document.
-        replaces: save_ids that it and its predecessors replaced, newest first.
-    """
-
-    kind: str
+    kind: str  # `CHECKPOINT`, or `TOMBSTONE` where there is no checkpoint
     save_id: str
-    replaces: tuple[str, ...]
+    replaces: tuple[str, ...]  # save_ids that it and its predecessors replaced, newest first
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Check a manifest and return the document to store.
-
-    Raises:
-        CorruptCheckpointError: The manifest contradicts itself: a bug of the caller.
-        InvalidArgumentError: The user metadata is not JSON, or is too large, or the whole document is too large.
-    """
+    """Check a manifest and return the document to store; refuse one that a reader would refuse."""
     check(manifest)
     user = _encode(dict(manifest.user))
     if len(user) > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=len(user), limit_bytes=USER_BYTES_MAX)
-    tensors, pieces, shards = manifest.tensors, manifest.pieces, manifest.shards
+    tensors, run = manifest.tensors, manifest.run
     document = _Document(
         format=FORMAT,
         version=VERSION,
         requires=[],
         kind=CHECKPOINT,
         save_id=manifest.save_id,
-        replaces=list(manifest.replaces),
+        replaces=manifest.replaces,
         created=manifest.created,
-        writer=dict(manifest.writer),
+        writer=manifest.writer,
         world_size=manifest.world_size,
-        run=_run(manifest.run) if manifest.run else None,
+        run=_Run(run.run_id, run.step, run.token, run.revision, run.names, dict(run.metrics), run.thinned)
+        if run is not None
+        else None,
         digest=digests.ALGORITHM,
-        shards=_Shards(
-            keys=list(shards.keys),
-            sizes=encode_column(shards.sizes),
-            data_starts=encode_column(shards.data_starts),
-            table_lengths=encode_column(shards.table_lengths),
-            table_digests=shards.table_digests,
-        ),
+        shards=manifest.shards,
         tensors=_Tensors(
-            names=list(tensors.names),
-            kinds=[
-                _Kind(k.dtype, k.encoding, k.layout, k.requires_grad, k.memory_format, k.pin_memory)
-                for k in tensors.kinds
-            ],
-            kind=encode_column(tensors.kind),
-            dimensions=encode_column(tensors.dimensions),
-            shape=encode_column(tensors.shape),
-            chunks=encode_column(tensors.chunks),
+            tensors.names,
+            [_Kind(*_values_of_kind(kind)) for kind in tensors.kinds],
+            tensors.kind,
+            tensors.dimensions,
+            tensors.shape,
+            tensors.chunks,
         ),
-        chunks=_Chunks(
-            offsets=encode_column(tensors.chunk_offsets),
-            sizes=encode_column(tensors.chunk_sizes),
-            pieces=encode_column(tensors.chunk_pieces),
-        ),
-        pieces=_Pieces(
-            shard=encode_column(pieces.shard),
-            start=encode_column(pieces.start),
-            length=encode_column(pieces.length),
-            table=encode_column(pieces.table),
-            digests=pieces.digests,
-        ),
+        chunks=_Chunks(tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces),
+        pieces=manifest.pieces,
         objects=_Objects(
             inline={name: msgspec.Raw(text) for name, text in manifest.inline.items()},
             stored=[_Stored(item.name, item.encoding, item.pieces) for item in manifest.stored],
-            positions=encode_column(np.asarray(manifest.positions, dtype=np.int64)),
+            positions=np.asarray(manifest.positions, dtype=np.int64),
         ),
-        flatten=None if manifest.flatten is None else {name: list(path) for name, path in manifest.flatten.items()},
+        flatten=manifest.flatten,
         user=msgspec.Raw(user),
     )
-    return seal(_encode(document))
+    return seal(_encode(document, columns=_encode_column))
 
 
-def _encode(value: object) -> bytes:
+def _encode_column(values: object) -> str:
+    """Encode the only values of a document that msgspec does not know."""
+    assert isinstance(values, np.ndarray)
+    return encode_column(values)
+
+
+def _encode(value: object, *, columns: Callable[[object], str] | None = None) -> bytes:
     try:
-        return msgspec.json.encode(value)
+        return msgspec.json.encode(value, enc_hook=columns)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError("A name or the user metadata cannot be written as JSON.", cause=error) from error
 
@@ -232,9 +205,7 @@ def _encode(value: object) -> bytes:
 def checked_user(user: object) -> dict[str, Any]:
     """Return a copy of user metadata as a reader will decode it.
 
-    Raises:
-        InvalidArgumentError: The metadata is no mapping, is not JSON (NaN is not), is too large, or has two keys that
-            JSON writes alike.
+    Refuse what is no mapping, is not JSON (NaN is not), is too large, or has two keys that JSON writes alike.
     """
     if not isinstance(user, Mapping):
         raise InvalidArgumentError("The user metadata must be a mapping.", type=type(user).__qualname__)
@@ -273,22 +244,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def decode_head(data: bytes) -> Head:
-    """Decode only the fields that settle a commit.
-
-    Raises:
-        CorruptCheckpointError: The data is not a manifest, or is damaged.
-        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
-    """
+    """Decode only the fields that settle a commit."""
     return _head(open_document(data, FORMAT))
 
 
 def decode(data: bytes) -> Manifest | None:
-    """Decode and check a document. Return None for a tombstone, which says that there is no checkpoint.
-
-    Raises:
-        CorruptCheckpointError: The document is truncated or damaged, or contradicts itself.
-        UnsupportedFormatError: The document has another version, or requires a feature that this release lacks.
-    """
+    """Decode and check a document. Return None for a tombstone, which says that there is no checkpoint."""
     text = open_document(data, FORMAT)
     head = _head(text)
     if head.kind == TOMBSTONE:
@@ -301,55 +262,58 @@ def decode(data: bytes) -> Manifest | None:
             "The manifest uses a digest algorithm that this version does not know. Upgrade dcp_remote.",
             digest=document.digest,
         )
-    tensors = _tensors(document.tensors, document.chunks)
+    tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
+    _sum_columns(document)
+    # Python's integers, since the document may claim any number of pieces.
+    first_pieces = accumulate((item.pieces for item in objects.stored), initial=int(chunks.pieces.sum()))
     return check(
         Manifest(
             save_id=document.save_id,
-            replaces=tuple(document.replaces),
+            replaces=document.replaces,
             created=document.created,
             writer=document.writer,
             world_size=document.world_size,
-            run=_run_info(document.run) if document.run else None,
-            shards=_shards(document.shards),
-            tensors=tensors,
-            pieces=_pieces(document.pieces),
-            inline={name: bytes(text) for name, text in document.objects.inline.items()},
-            stored=_stored(document.objects.stored, int(tensors.piece_first[-1])),
-            positions=tuple(
-                decode_column(
-                    document.objects.positions,
-                    name="objects.positions",
-                    count=len(document.objects.inline) + len(document.objects.stored),
-                ).tolist()
+            run=RunInfo(
+                run.run_id, run.step, run.token, run.revision, run.names, tuple(run.metrics.items()), run.thinned
+            )
+            if run is not None
+            else None,
+            shards=document.shards,
+            tensors=Tensors(
+                names=tensors.names,
+                kinds=tuple(TensorKind(*_values_of_kind(kind)) for kind in tensors.kinds),
+                kind=tensors.kind,
+                dimensions=tensors.dimensions,
+                shape=tensors.shape,
+                chunks=tensors.chunks,
+                chunk_offsets=chunks.offsets,
+                chunk_sizes=chunks.sizes,
+                chunk_pieces=chunks.pieces,
             ),
-            flatten=None
-            if document.flatten is None
-            else {name: tuple(path) for name, path in document.flatten.items()},
+            pieces=document.pieces,
+            inline={name: bytes(text) for name, text in objects.inline.items()},
+            stored=tuple(
+                StoredObject(item.name, item.encoding, first, item.pieces)
+                for item, first in zip(objects.stored, first_pieces, strict=False)
+            ),
+            positions=tuple(objects.positions.tolist()),
+            flatten=document.flatten,
             user=_user(document.user),
         )
     )
 
 
 def make_tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
-    """Return the document that, stored in place of a manifest, prevents the commit of saves that saw no manifest.
-
-    Raises:
-        CorruptCheckpointError: A save_id is malformed, or there are too many: a bug of the caller.
-    """
+    """Return the document that, stored in place of a manifest, prevents the commit of saves that saw no manifest."""
     check_saves(save_id, replaces)
     head = _Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=list(replaces))
     return seal(msgspec.json.encode(head))
 
 
 def reencode(data: bytes, nonce: str) -> bytes:
-    """Return the same document in other bytes: an object of equal bytes could get an equal version (ETag).
+    """Return a manifest or tombstone in other bytes: an object of equal bytes could get an equal version (ETag).
 
-    Args:
-        data: Stored form of a manifest or tombstone.
-        nonce: 32 lower-case hex digits, fresh.
-
-    Raises:
-        CorruptCheckpointError: The document is damaged.
+    The nonce, 32 lower-case hex digits, is fresh.
     """
     text = unseal(data)
     match = _NONCE.match(text)
@@ -363,43 +327,55 @@ def _head(text: bytes) -> Head:
     return Head(head.kind, head.save_id, tuple(head.replaces))
 
 
-def _shards(wire: _Shards) -> Shards:
-    count = len(wire.keys)
-    return Shards(
-        keys=tuple(wire.keys),
-        sizes=decode_column(wire.sizes, name="shards.sizes", count=count),
-        data_starts=decode_column(wire.data_starts, name="shards.data_starts", count=count),
-        table_lengths=decode_column(wire.table_lengths, name="shards.table_lengths", count=count),
-        table_digests=_digests(wire.table_digests, name="shards.table_digests", count=count),
+def _sum_columns(document: _Document) -> None:
+    """Put the values of each column in the place of their differences, once others say how many there are."""
+    shards, tensors, chunks, pieces, objects = (
+        document.shards,
+        document.tensors,
+        document.chunks,
+        document.pieces,
+        document.objects,
     )
-
-
-def _tensors(wire: _Tensors, chunks: _Chunks) -> Tensors:
-    count = len(wire.names)
-    dimensions = decode_column(wire.dimensions, name="tensors.dimensions", count=count)
-    if count and int(dimensions.max()) > DIMENSIONS_MAX:
+    count = len(tensors.names)
+    tensors.kind = sum_column(tensors.kind, name="tensors.kind", count=count)
+    tensors.dimensions = sum_column(tensors.dimensions, name="tensors.dimensions", count=count)
+    tensors.chunks = sum_column(tensors.chunks, name="tensors.chunks", count=count)
+    if count and int(tensors.dimensions.max()) > DIMENSIONS_MAX:
         raise CorruptCheckpointError(
             "The manifest is damaged: a tensor has more dimensions than torch allows.", dimensions_max=DIMENSIONS_MAX
         )
-    shape = decode_column(wire.shape, name="tensors.shape", count=_total(dimensions))
-    chunk_counts = decode_column(wire.chunks, name="tensors.chunks", count=count)
-    chunk_pieces = decode_column(chunks.pieces, name="chunks.pieces", count=_total(chunk_counts))
-    _total(chunk_pieces)
-    values = _total(dimensions * chunk_counts)
-    return Tensors(
-        names=tuple(wire.names),
-        kinds=tuple(
-            TensorKind(k.dtype, k.encoding, k.layout, k.requires_grad, k.memory_format, k.pin_memory)
-            for k in wire.kinds
-        ),
-        kind=decode_column(wire.kind, name="tensors.kind", count=count),
-        dimensions=dimensions,
-        shape=shape,
-        chunks=chunk_counts,
-        chunk_offsets=decode_column(chunks.offsets, name="chunks.offsets", count=values),
-        chunk_sizes=decode_column(chunks.sizes, name="chunks.sizes", count=values),
-        chunk_pieces=chunk_pieces,
+    tensors.shape = sum_column(tensors.shape, name="tensors.shape", count=_total(tensors.dimensions))
+    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=_total(tensors.chunks))
+    _total(chunks.pieces)
+    values = _total(tensors.dimensions * tensors.chunks)
+    chunks.offsets = sum_column(chunks.offsets, name="chunks.offsets", count=values)
+    chunks.sizes = sum_column(chunks.sizes, name="chunks.sizes", count=values)
+    count = len(shards.keys)
+    _require_digests(shards.table_digests, count, name="shards.table_digests")
+    document.shards = replace(
+        shards,
+        sizes=sum_column(shards.sizes, name="shards.sizes", count=count),
+        data_starts=sum_column(shards.data_starts, name="shards.data_starts", count=count),
+        table_lengths=sum_column(shards.table_lengths, name="shards.table_lengths", count=count),
     )
+    count = len(pieces.shard)
+    _require_digests(pieces.digests, count, name="pieces.digests")
+    document.pieces = replace(
+        pieces,
+        shard=sum_column(pieces.shard, name="pieces.shard"),
+        start=sum_column(pieces.start, name="pieces.start", count=count),
+        length=sum_column(pieces.length, name="pieces.length", count=count),
+        table=sum_column(pieces.table, name="pieces.table", count=count),
+    )
+    count = len(objects.inline) + len(objects.stored)
+    objects.positions = sum_column(objects.positions, name="objects.positions", count=count)
+
+
+def _require_digests(data: bytes, count: int, *, name: str) -> None:
+    if len(data) != count * DIGEST_BYTES:
+        raise CorruptCheckpointError(
+            "The manifest is damaged: a field has the wrong length.", field=name, entries=len(data), count=count
+        )
 
 
 def _total(counts: I64) -> int:
@@ -409,52 +385,7 @@ def _total(counts: I64) -> int:
     return int(counts.sum())
 
 
-def _pieces(wire: _Pieces) -> Pieces:
-    shard = decode_column(wire.shard, name="pieces.shard")
-    count = len(shard)
-    return Pieces(
-        shard=shard,
-        start=decode_column(wire.start, name="pieces.start", count=count),
-        length=decode_column(wire.length, name="pieces.length", count=count),
-        table=decode_column(wire.table, name="pieces.table", count=count),
-        digests=_digests(wire.digests, name="pieces.digests", count=count),
-    )
-
-
-def _digests(data: bytes, *, name: str, count: int) -> bytes:
-    # msgspec has decoded the base64: with Python's own, that would take a third of all the time.
-    if len(data) != count * DIGEST_BYTES:
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a field has the wrong length.", field=name, bytes=len(data), digests=count
-        )
-    return data
-
-
-def _stored(wire: list[_Stored], piece: int) -> tuple[StoredObject, ...]:
-    stored: list[StoredObject] = []
-    for item in wire:
-        stored.append(StoredObject(item.name, item.encoding, piece, item.pieces))
-        piece += item.pieces
-    return tuple(stored)
-
-
 def _user(text: msgspec.Raw) -> dict[str, Any]:
     if len(bytes(text)) > USER_BYTES_MAX:
         raise CorruptCheckpointError("The manifest is damaged: the user metadata is too large.", limit=USER_BYTES_MAX)
     return parse(bytes(text), _USER, FORMAT)
-
-
-def _run(run: RunInfo) -> _Run:
-    return _Run(run.run_id, run.step, run.token, run.revision, list(run.names), dict(run.metrics), list(run.thinned))
-
-
-def _run_info(wire: _Run) -> RunInfo:
-    return RunInfo(
-        wire.run_id,
-        wire.step,
-        wire.token,
-        wire.revision,
-        tuple(wire.names),
-        tuple(wire.metrics.items()),
-        tuple(wire.thinned),
-    )

@@ -57,11 +57,8 @@ def check(manifest: Manifest) -> Manifest:
     """Check a manifest and return it. Called before a manifest is written, and after one is read.
 
     Takes time linear in the number of chunks and pieces for every regular layout, and refuses irregular layouts that
-    would take much longer.
-
-    Raises:
-        CorruptCheckpointError: The manifest contradicts itself; the message says where.
-        UnsupportedFormatError: The manifest has a dtype or an encoding that this version does not know.
+    would take much longer. A dtype or an encoding that this version does not know is no damage
+    (`UnsupportedFormatError`).
     """
     check_saves(manifest.save_id, manifest.replaces)
     _check_shards(manifest.shards)
@@ -78,11 +75,7 @@ def check(manifest: Manifest) -> Manifest:
 
 
 def check_saves(save_id: str, replaces: Sequence[str]) -> None:
-    """Check the save_ids of a manifest or a tombstone.
-
-    Raises:
-        CorruptCheckpointError: A save_id is not 32 lower-case hex digits, or more than `REPLACES_MAX` are replaced.
-    """
+    """Check the save_ids of a manifest or a tombstone."""
     if len(replaces) > REPLACES_MAX:
         raise _damaged("it replaces more saves than allowed", replaces=len(replaces), replaces_max=REPLACES_MAX)
     for identity in (save_id, *replaces):
@@ -213,21 +206,20 @@ def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
     )
     padded[places] = tensors.chunk_sizes
     starts = tensors.box_first[:-1] + np.arange(len(tensor_of))
-    elements = np.multiply.reduceat(padded, starts) if len(starts) else np.zeros(0, dtype=np.int64)
+    elements = np.multiply.reduceat(padded, starts)
     lengths = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces.length[: int(tensors.piece_first[-1])])])
     stored = lengths[tensors.piece_first[1:]] - lengths[tensors.piece_first[:-1]]
-    wrong = raw[kind_of] & (stored != elements * item[kind_of]) if len(kind_of) else np.zeros(0, dtype=bool)
     # A stream is never empty, also that of a tensor without elements.
-    wrong |= ~raw[kind_of] & (stored == 0) if len(kind_of) else wrong
-    streams = int(stored[~raw[kind_of]].sum()) if len(kind_of) else 0
+    wrong = np.where(raw[kind_of], stored != elements * item[kind_of], stored == 0)
+    streams = int(stored[~raw[kind_of]].sum())
     if streams + int(pieces.length[int(tensors.piece_first[-1]) :].sum()) > STREAM_BYTES_MAX:
         raise _damaged("its objects and streams together are too large", limit_bytes=STREAM_BYTES_MAX)
     if bool(wrong.any()):
         name = tensors.names[int(tensor_of[int(np.flatnonzero(wrong)[0])])]
         raise _damaged("the pieces of a chunk are not as long as the chunk", tensor=name)
-    piece_item = item[np.repeat(kind_of, tensors.chunk_pieces)] if len(kind_of) else item[:0]
-    piece_raw = raw[np.repeat(kind_of, tensors.chunk_pieces)] if len(kind_of) else raw[:0]
-    if bool((piece_raw & (pieces.length[: len(piece_item)] % np.maximum(piece_item, 1) != 0)).any()):
+    kind_of_piece = np.repeat(kind_of, tensors.chunk_pieces)
+    is_split = pieces.length[: len(kind_of_piece)] % item[kind_of_piece] != 0
+    if bool((raw[kind_of_piece] & is_split).any()):
         raise _damaged("a piece splits an element")
 
 

@@ -31,15 +31,10 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(slots=True, eq=False)
 class RawBytes:
-    """Long buffer in a tree that is being encoded.
+    """Long buffer in a tree that is being encoded."""
 
-    Attributes:
-        view: Memory of the object itself.
-        start: Index of the first byte among the raw bytes of the object; -1 until `lay_out` sets it.
-    """
-
-    view: memoryview
-    start: int = -1
+    view: memoryview  # memory of the object itself
+    start: int = -1  # first byte among the raw bytes of the object; set by `lay_out`
 
 
 def lay_out(buffers: Iterable[RawBytes]) -> list[RawBytes]:
@@ -67,11 +62,7 @@ def head_of(text: bytes) -> bytes:
 
 
 def split(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Return the text of an object, and its raw bytes.
-
-    Raises:
-        ValueError: The text is longer than the data, or does not end at a multiple of `ALIGNMENT_BYTES`.
-    """
+    """Return the text of an object, and its raw bytes; a ValueError if they do not fit the data."""
     if len(data) < _LENGTH.size:
         raise ValueError(f"{len(data)} bytes are too short for a length")
     (length,) = _LENGTH.unpack_from(data)
@@ -82,14 +73,9 @@ def split(data: memoryview) -> tuple[memoryview, memoryview]:
 
 
 class Segments:
-    """Sequence of bytes in several memory views. A slice inside one view is a view; a longer one is a copy.
-
-    Attributes:
-        views: Views in order.
-    """
+    """Sequence of bytes in several memory views. A slice inside one view is a view; a longer one is a copy."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        """Store the views; nothing is copied."""
         self.views = views
         self._starts = [0, *accumulate(view.nbytes for view in views)]
 

@@ -38,27 +38,18 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """Tensor of the file: a piece, or a whole chunk.
+    """Tensor of the file: a piece, or a whole chunk."""
 
-    Attributes:
-        name: Name of the tensor; a suffix makes repeated names unique.
-        dtype: torch's name of the dtype. A dtype that safetensors does not know is shown as bytes.
-        shape: Shape of the piece; its volume times the bytes of an element is `length`.
-        length: Bytes of the piece.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    length: int
+    name: str  # a suffix makes repeated names unique
+    dtype: str  # torch's name; a dtype that safetensors does not know is shown as bytes
+    shape: tuple[int, ...]  # its volume times the bytes of an element is `length`
+    length: int  # bytes of the piece
 
 
 def header(entries: Sequence[HeaderEntry], *, table_length: int) -> bytes:
     """Return the first bytes of a shard: header length and header. The block table, if any, and the data follow.
 
-    Args:
-        entries: Tensors in the order of their data.
-        table_length: Bytes of the block table, which becomes the first tensor; 0 for no block table.
+    The entries are in the order of their data; the block table, of so many bytes, becomes the first tensor.
     """
     tensors: dict[str, object] = {_RESERVED: {"format": "pt"}}
     position = 0
@@ -89,17 +80,11 @@ def _unused(name: str, taken: dict[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardNames:
-    """Names of the shards of one rank in one save.
+    """Names of the shards of one rank in one save."""
 
-    Attributes:
-        rank: Rank in the process group.
-        origin: Prefix of the names; for a save into a run, that of `keys.origin`.
-        token: Random hex digits that no other save has.
-    """
-
-    rank: int
-    origin: str = ""
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    rank: int  # in the process group
+    origin: str = ""  # prefix of the names; for a save into a run, that of `keys.origin`
+    token: str = field(default_factory=lambda: secrets.token_hex(8))  # random, no other save has it
 
     def renew(self) -> ShardNames:
         """Return fresh names for the same rank and save."""

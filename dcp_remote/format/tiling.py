@@ -26,16 +26,10 @@ class Comparisons:
 
 
 def why_not_tiled(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Comparisons | None = None) -> str | None:
-    """Check that boxes tile a tensor.
+    """Return in a few words why boxes do not tile a tensor of d dimensions; None if they do.
 
-    Args:
-        shape: Shape of the tensor, of d dimensions.
-        offsets: Offsets of the boxes, shape [boxes, d], not negative.
-        sizes: Sizes of the boxes, shape [boxes, d], not negative. Boxes without elements are ignored.
-        comparisons: Budget that an irregular layout is charged to; None for a fresh one.
-
-    Returns:
-        None if the boxes tile the tensor, else the reason in a few words.
+    Offsets and sizes have the shape [boxes, d], and are not negative; boxes without elements are ignored. An irregular
+    layout is charged to the budget, or to a fresh one.
     """
     if _is_stack(shape, offsets, sizes):
         return None

@@ -1,6 +1,6 @@
 """Folders of a program that stand for checkpoints in object storage: `out/step_100` is `<URL>/step_100`.
 
-For programs that `python -m dcp_remote.run` starts and that save to folders by themselves. A local folder of the same
+For programs that `python -m dcp_remote.launch` starts, which save to folders themselves. A local folder of the same
 path, which holds nothing but a note, lets the program find the names of its checkpoints by listing folders.
 """
 

@@ -411,7 +411,7 @@ class RemoteStrategy:
         found: Any = None
         if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
             try:
-                info = manager.latest()
+                info = manager.run.latest()
                 found = None if info is None else info.step
             except DcpRemoteError as error:
                 found = error

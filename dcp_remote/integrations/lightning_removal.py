@@ -42,7 +42,7 @@ class Removals:
         try:
             self._carry_out()
             if saved is not None:
-                infos = self._manager_of(saved.run_url).checkpoints()
+                infos = self._manager_of(saved.run_url).run.checkpoints()
                 holders = {info.step for info in infos if saved.checkpoint in info.names and info.step != step}
                 self._unnamed |= {(saved.run_url, holder) for holder in holders}
         except DcpRemoteError:
@@ -52,16 +52,16 @@ class Removals:
         while self._removed:
             path = self._removed[0]
             manager = self._manager_of(path.run_url)
-            info = next((one for one in manager.checkpoints() if path.checkpoint in one.names), None)
+            info = next((one for one in manager.run.checkpoints() if path.checkpoint in one.names), None)
             if info is not None:
                 self._unnamed.add((path.run_url, info.step))
-                manager.unname(str(path.checkpoint))
+                manager.run.unname(str(path.checkpoint))
             del self._removed[0]
         for run_url, step in sorted(self._unnamed):
             manager = self._manager_of(run_url)
-            info = next((one for one in manager.checkpoints() if one.step == step and not one.abandoned), None)
-            if info == manager.latest():
+            info = next((one for one in manager.run.checkpoints() if one.step == step and not one.abandoned), None)
+            if info == manager.run.latest():
                 continue
             self._unnamed.discard((run_url, step))
             if info is not None and not info.names and not info.pinned:
-                manager.delete(step)
+                manager.run.delete(step)

@@ -1,6 +1,6 @@
-"""LLaMA-Factory: trainings that `python -m dcp_remote.run` starts.
+"""LLaMA-Factory: trainings that `python -m dcp_remote.launch` starts.
 
-    DCP_REMOTE_URL=s3://bucket/run python -m dcp_remote.run llamafactory-cli train x.yaml
+    DCP_REMOTE_URL=s3://bucket/run python -m dcp_remote.launch llamafactory-cli train x.yaml
 
 LLaMA-Factory's trainers derive from Transformers' Trainer, so its checkpoints are those of `transformers.py`. This
 module refuses what trains by other means, and would save to a local folder.
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from dcp_remote.errors import InvalidArgumentError
 
-_INSTEAD = "Its checkpoints would stay in output_dir. Start it without dcp_remote.run, or train by Trainer."
+_INSTEAD = "Its checkpoints would stay in output_dir. Start it without dcp_remote.launch, or train by Trainer."
 
 
 def enable() -> None:

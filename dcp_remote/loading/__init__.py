@@ -4,18 +4,18 @@
 - engine: fetches by downloads what read_plan asks for, verifies it, and hands it to targets.
 - read_items: makes targets of the items of torch's load plan.
 - shared_read_plan, peers, peer_sockets, read_rates: ranks of a group read once what several of them want.
-- planner, selection, state_check: which entries are loaded, under which names, and one error for all that does not fit.
-- overlapping_templates, chunk_list, dcp_metadata: what torch's planner and readers need.
+- load_options, planner, state_check: which entries are loaded, under which names, and one error for what does not fit.
+- overlapping_templates, dcp_metadata: what torch's planner and readers need.
 """
 
 from __future__ import annotations
 
 __all__ = [
-    "chunk_list",
     "dcp_metadata",
     "downloads",
     "engine",
     "load",
+    "load_options",
     "overlapping_templates",
     "peer_sockets",
     "peers",
@@ -23,7 +23,6 @@ __all__ = [
     "read_items",
     "read_plan",
     "run_handle",
-    "selection",
     "shared_read_plan",
     "state_check",
     "targets",

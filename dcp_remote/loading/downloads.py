@@ -40,23 +40,14 @@ _REUSED_BYTES_MIN = 1 * MiB
 
 @dataclass(frozen=True, slots=True)
 class Fetch(Generic[T]):
-    """Range to be read.
+    """Range to be read."""
 
-    Attributes:
-        key: Key of the object.
-        start: First byte in the object.
-        length: Number of bytes; at least 1.
-        into: Buffer to read into; None for one that `download` provides.
-        digest: Function that digests the bytes, called in the worker thread.
-        subject: Any value of the caller's, to recognize the range by.
-    """
-
-    key: str
-    start: int
-    length: int
-    into: memoryview | None
-    digest: Callable[[memoryview], bytes]
-    subject: T
+    key: str  # of the object
+    start: int  # first byte in the object
+    length: int  # in bytes; at least 1
+    into: memoryview | None  # buffer to read into; None for one that `download` provides
+    digest: Callable[[memoryview], bytes]  # called in the worker thread
+    subject: T  # any value of the caller's, to recognize the range by
 
     @property
     def held_bytes(self) -> int:
@@ -111,18 +102,9 @@ def download(
     One request per range, unless it is retried. After this generator has raised or was closed, no thread writes into a
     buffer any more; threads of a cloud store may still wait for an answer, which is dropped (`BufferLease`).
 
-    Args:
-        store: Store to read from.
-        fetches: Ranges to read; the next is taken when there is room for it.
-        memory_budget_bytes: Limit of the memory of all ranges in flight or yielded. A larger range is read alone.
-        retry_seconds: Time for which one range is retried while the store fails, in seconds.
-        deadline: Deadline of the load, checked twice a second, since another thread may expire it; ranges in flight
-            are abandoned then.
-        total_bytes: Bytes of all ranges together, for the error; None if that is not known.
-
-    Raises:
-        StorageError: A range could not be read within `retry_seconds`, or the deadline has passed.
-        CorruptCheckpointError: An object is shorter than its manifest says.
+    The budget bounds the memory of all ranges in flight or yielded; a larger range is read alone. Each range is retried
+    for `retry_seconds` while the store fails. The deadline is checked twice a second, since another thread may expire
+    it; ranges in flight are abandoned then. `total_bytes`, of all ranges together, is told in the error.
     """
     cancellation = Cancellation()
     lease = BufferLease()
@@ -136,9 +118,7 @@ def download(
         seconds = retry_seconds if deadline is None else min(retry_seconds, deadline.remaining_seconds())
         range_deadline = Deadline(seconds, cancellation.clock)
         with lease.used():
-            RetryingStore(store, range_deadline, sleep=cancellation.pause, on_retry=note_retry).get_into(
-                fetch.key, fetch.start, data
-            )
+            RetryingStore(store, range_deadline, on_retry=note_retry).get_into(fetch.key, fetch.start, data)
         return Fetched(fetch, data, fetch.digest(data))
 
     def note_retry(_verb: str, key: str, error: StorageError) -> None:

@@ -79,16 +79,9 @@ def read_targets(
     Bytes that do not match their digest are read once more, by another way, before they are reported as damaged: one
     GET, or one per range of a whole piece.
 
-    Args:
-        store: Store of the checkpoint, or of its run.
-        manifest: Manifest of the checkpoint.
-        targets: Targets to fill.
-        memory_budget_bytes: Limit of the memory of ranges in flight, in bytes.
-        retry_seconds: Time for which one request is retried, in seconds.
-        deadline: Deadline of the load; None if it has none.
-        plan: Plan that covers the wants of the targets; None for `plan_reads`.
-        arrived: Callback for each range that has arrived, in the caller's thread. A whole piece of several ranges is
-            verified with the last of them.
+    The store is that of the checkpoint or of its run. A plan must cover the wants of the targets; None is that of
+    `plan_reads`. `arrived` is called in the caller's thread for each range that has arrived; a whole piece of several
+    ranges is verified with the last of them.
 
     Raises:
         CheckpointGoneError: The checkpoint was deleted, replaced or thinned while it was being read.
@@ -140,11 +133,7 @@ class _Reread(Protocol):
 
 
 class _Progress:
-    """Progress of a load: segments still to come, and digests not yet verified.
-
-    Attributes:
-        open_pieces: Number of pieces still to come, by number of the target.
-    """
+    """Progress of a load: segments still to come, and digests not yet verified."""
 
     def __init__(self, manifest: Manifest, plan: ReadPlan, targets: Sequence[Target], reread: _Reread) -> None:
         self._reread = reread
@@ -154,7 +143,7 @@ class _Progress:
         self._tables: dict[int, bytes] = {}  # block tables, by shard
         self._entries: dict[int, bytes] = {}  # verified block digests of a partly read piece, from its shard's table
         self._digests: dict[int, bytearray] = {}  # block digests of a whole piece, as its bytes arrive
-        self.open_pieces = dict.fromkeys(range(len(targets)), 0)
+        self.open_pieces = dict.fromkeys(range(len(targets)), 0)  # pieces still to come, by number of the target
         for numbers in plan.users.values():
             for number in numbers:
                 self.open_pieces[number] += 1

@@ -9,11 +9,8 @@ def find_key_renames(missing: Iterable[str], unexpected: Iterable[str]) -> dict[
     """Return top-level keys of the state, each with those of the checkpoint that have the same names below them.
 
     A key of the checkpoint fits if it has all names of the key of the state; those with the fewest other names are
-    returned. An optimizer before its first step has fewer names than the one that was saved.
-
-    Args:
-        missing: Names of the state below keys that the checkpoint lacks.
-        unexpected: Names of the checkpoint below keys that the state lacks.
+    returned. An optimizer before its first step has fewer names than the one that was saved. `missing` are names of
+    the state below keys that the checkpoint lacks, `unexpected` the reverse.
     """
     wanted, saved = _names_by_key(missing), _names_by_key(unexpected)
     renames: dict[str, list[str]] = {}

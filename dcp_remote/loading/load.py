@@ -18,12 +18,11 @@ from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.entry_names import no_match_error
 from dcp_remote.format.manifest import RAW, Manifest
 from dcp_remote.loading.engine import Target, read_targets
-from dcp_remote.loading.read_plan import Want
-from dcp_remote.loading.selection import Path, Patterns, Rename, Selection, rename_path
-from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
+from dcp_remote.loading.load_options import LoadOptions, Path, Patterns, Rename, rename_path
+from dcp_remote.loading.targets import TensorTarget, make_object_targets, make_stream_target
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
-from dcp_remote.serialization.tensors import decode_tensor, dtype_name, empty_tensor, narrow, parse_dtype
+from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
@@ -77,7 +76,9 @@ def load(
     """
     require_budget(memory_budget_bytes)
     require_timeout(timeout_seconds)
-    selection = _selection(keys, include, exclude, rename)
+    if keys is not None and include is not None:
+        raise InvalidArgumentError("keys and include are two names of one argument. Give one of them.")
+    options = LoadOptions(include=include if keys is None else keys, exclude=exclude, rename=rename)
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise InvalidArgumentError("dtype must be a floating-point torch.dtype, such as torch.bfloat16.", dtype=dtype)
     store = Location.of(url, storage_options).store
@@ -85,7 +86,7 @@ def load(
     names = list(manifest.names())
     empty = empty_dicts(manifest.flatten, names)
     names += empty
-    paths = _choose_paths(manifest, names, selection)
+    paths = _choose_paths(manifest, names, options)
     names = list(paths)
     flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
     targets: list[Target] = []
@@ -103,27 +104,17 @@ def load(
     return nested
 
 
-def _selection(keys: Patterns | None, include: Patterns | None, exclude: Patterns, rename: Rename | None) -> Selection:
-    if keys is not None and include is not None:
-        raise InvalidArgumentError("keys and include are two names of one argument. Give one of them.")
-    return Selection.of(include=include if keys is None else keys, exclude=exclude, rename=rename)
-
-
-def _choose_paths(manifest: Manifest, names: Sequence[str], selection: Selection) -> dict[str, Path]:
-    """Return the names of the entries and empty dicts that are chosen, each with its path in the returned state.
-
-    Raises:
-        InvalidArgumentError: A pattern or name of the selection matches nothing, or two values get one place.
-    """
+def _choose_paths(manifest: Manifest, names: Sequence[str], options: LoadOptions) -> dict[str, Path]:
+    """Return the names of the entries and empty dicts that are chosen, each with its path in the returned state."""
     flatten = manifest.flatten or {}
-    renamed = selection.rename_entries(names)
+    renamed = options.rename_entries(names)
     paths = {new: _new_path(flatten.get(name, (name,)), name, new) for name, new in renamed.items()}
-    names_chosen, unmatched = selection.choose(paths)
+    names_chosen, unmatched = options.choose(paths)
     if unmatched:
         raise no_match_error(unmatched[0], paths, paths if flatten else {})
     chosen = set(names_chosen)
     found = {name: paths[new] for name, new in renamed.items() if new in chosen}
-    if selection.rename is not None:
+    if options.rename is not None:
         _require_tree(found)
     return found
 
@@ -137,11 +128,7 @@ def _new_path(path: Path, name: str, new: str) -> Path:
 
 
 def _require_tree(paths: Mapping[str, Path]) -> None:
-    """Check that no value of a renamed state lies below another value, or in its place.
-
-    Raises:
-        InvalidArgumentError: A path is the beginning of another, or equal to another.
-    """
+    """Refuse a renamed state in which a value lies below another value, or in its place."""
     names: dict[Path, str] = {}
     for name, path in paths.items():
         names.setdefault(path, name)
@@ -163,36 +150,20 @@ def _make_tensor_targets(
     saved = parse_dtype(kind.dtype)
     wanted = dtype if dtype is not None and saved.is_floating_point else saved
     if kind.encoding != RAW:
-        want = Want(int(tensors.piece_first[first]), int(tensors.piece_first[first + 1]), None)
 
-        def done(data: memoryview) -> None:
-            tensor = decode_tensor(
-                name,
-                kind.encoding,
-                data,
-                dtype=kind.dtype,
-                sizes=tensors.shape_of(number),
-                allow_pickle=allow_pickle,
-            )
-            flat[name] = tensor if dtype is None else tensor.to(wanted)
+        def deliver(tensor: torch.Tensor) -> None:
+            flat[name] = tensor.to(wanted)
 
-        return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
+        return [make_stream_target(manifest, tensor=number, chunk=first, deliver=deliver, allow_pickle=allow_pickle)]
     whole = flat[name] = _allocate(name, wanted, tensors.shape_of(number))
     targets: list[Target] = []
     for chunk in range(first, first + int(tensors.chunks[number])):
         sizes = tensors.sizes_of(chunk)
         if all(sizes):
             part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))
-            targets.append(
-                TensorTarget(
-                    manifest,
-                    tensor=number,
-                    chunk=chunk,
-                    box=Box((0,) * len(sizes), sizes),
-                    resolve=partial(_return_same, part),
-                    commit=_ignore,
-                )
-            )
+            box = Box((0,) * len(sizes), sizes)
+            # `detach` returns a view of the same memory.
+            targets.append(TensorTarget(manifest, tensor=number, chunk=chunk, box=box, resolve=part.detach))
     return targets
 
 
@@ -210,11 +181,3 @@ def _allocate(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Te
             dtype=dtype_name(dtype),
             cause=error,
         ) from error
-
-
-def _return_same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _ignore(_tensor: torch.Tensor) -> None:
-    """Do nothing: a destination of our own needs no commit."""

@@ -20,25 +20,15 @@ from dcp_remote.serialization.tensors import has_memory, memory_of
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between.
+    """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between."""
 
-    Attributes:
-        number: Number of the template in the list.
-        device: Device of the memory.
-        start: Address of the first byte.
-        stop: Address one past the last byte.
-        contiguous: True if all bytes in between belong to the tensor.
-        shape: Shape of the tensor.
-        strides: Strides of the tensor, in elements.
-    """
-
-    number: int
+    number: int  # of the template in the list
     device: str
-    start: int
+    start: int  # address of the first byte
     stop: int
-    contiguous: bool
+    contiguous: bool  # all bytes in between belong to the tensor
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
 
     def shares_memory(self, other: _Extent) -> bool:
         """Return whether the tensors share a byte.

@@ -93,11 +93,7 @@ class RankSockets:
 
 
 def check_rank_sockets(given: object) -> RankSockets | None:
-    """Return the sockets that an argument of `CheckpointManager` stands for; None if there are to be none.
-
-    Raises:
-        InvalidArgumentError: The argument is neither a boolean nor a `RankSockets`.
-    """
+    """Return the sockets that an argument of `CheckpointManager` stands for; None if there are to be none."""
     if isinstance(given, RankSockets):
         return given
     if not isinstance(given, bool):
@@ -113,10 +109,8 @@ def host_towards(host: str | None) -> str:
     """Return the address of this host on the route to another, by which it can be reached from there; sends nothing.
 
     A host that resolves its own name may get a loopback address (Debian maps it to 127.0.1.1 in /etc/hosts), which no
-    other host reaches. The result is the address on the default route then.
-
-    Args:
-        host: Host at which all ranks meet. None, or a name that cannot be resolved, gives the loopback interface.
+    other host reaches. The result is the address on the default route then. A host that is not known, or cannot be
+    resolved, gives the loopback interface.
     """
     own = _address_towards(host) if host else None
     if host and own and own.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK):
@@ -134,15 +128,7 @@ def _address_towards(host: str) -> str | None:
 
 
 def listen_on_tcp(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """Open a listening TCP socket, at any free port or at a free one of a range.
-
-    Args:
-        host: Address to listen at.
-        ports: First and last port; None for any.
-
-    Raises:
-        OSError: The address cannot be listened at, or every port of the range is in use.
-    """
+    """Open a listening TCP socket, at any free port or at a free one of a range, first and last."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if ports is None:
         return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -175,12 +161,7 @@ def listen_on_unix_socket() -> socket.socket | None:
 
 
 def connect(host: str, port: int, name: bytes) -> socket.socket:
-    """Connect to the Unix socket of a name, or to a TCP port if the name is empty.
-
-    Raises:
-        TimeoutError: The host does not answer.
-        OSError: The host refuses the connection, or is not known.
-    """
+    """Connect to the Unix socket of a name, or to a TCP port if the name is empty."""
     if not name:
         return socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
     connection = socket.socket(socket.AF_UNIX)
@@ -196,10 +177,8 @@ def connect(host: str, port: int, name: bytes) -> socket.socket:
 def configure_socket(connection: socket.socket, *, receive_seconds: float, send_seconds: float) -> None:
     """Set time-outs in the kernel, which spares a poll before each of many small reads.
 
-    Args:
-        connection: New connection.
-        receive_seconds: Time after which a receiving call returns what has arrived, or raises BlockingIOError.
-        send_seconds: Time after which a sending call fails if the other side receives nothing.
+    After its time-out a receiving call returns what has arrived, or raises BlockingIOError; a sending call fails if the
+    other side receives nothing.
     """
     connection.settimeout(None)
     if connection.family == socket.AF_UNIX:

@@ -89,39 +89,20 @@ _ACCEPTED, _WAITING = b"\1", b"\2"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address at which a rank serves what it has read.
-
-    Attributes:
-        rank: Number of the rank.
-        host: IP address of the rank's host.
-        port: TCP port; 0 if only ranks of the same host are served.
-        name: Name of a Unix socket, for ranks of the same host; empty if there is none.
-        secret: Secret that each request must contain.
-    """
+    """Address at which a rank serves what it has read."""
 
     rank: int
-    host: str
-    port: int
-    name: bytes
-    secret: bytes
+    host: str  # IP address
+    port: int  # TCP port; 0 if only ranks of the same host are served
+    name: bytes  # of a Unix socket, for ranks of the same host; empty if there is none
+    secret: bytes  # which each request must contain
 
 
 class PeerServer:
     """Serves units to other ranks as soon as they are offered; one thread per connection, and one that accepts.
 
-    Args:
-        rank: Number of this rank.
-        host: Address of this host to listen at.
-        kept_bytes_max: Limit of the copies of units that do not stay in place, in bytes.
-        ports: First and last TCP port to listen at; None for any free port.
-        serves_other_hosts: False to listen at no TCP port if this host has Unix sockets.
-
-    Attributes:
-        address: Address for the clients.
-
-    Raises:
-        OSError: The address cannot be listened at, or the process may open too few files.
-        RuntimeError: No thread can be started.
+    The copies of units that do not stay in place are bounded by `kept_bytes_max`. Without `serves_other_hosts` the
+    server listens at no TCP port if this host has Unix sockets. Clients connect to `address`.
     """
 
     def __init__(
@@ -133,7 +114,7 @@ class PeerServer:
         ports: tuple[int, int] | None = None,
         serves_other_hosts: bool = True,
     ) -> None:
-        """Start to listen, and start the accepting thread."""
+        """Start to listen; raises OSError, also for few file descriptors, and RuntimeError if no thread starts."""
         if sum(1 for _ in Path("/dev/fd").iterdir()) + _DESCRIPTORS_MIN > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             raise OSError(errno.EMFILE, "too few files may be opened (ulimit -n) for connections to other ranks")
         self._kept_bytes_max = kept_bytes_max
@@ -180,14 +161,10 @@ class PeerServer:
             connection.close()
 
     def offer(self, number: int, data: memoryview, *, receivers: int, stays: bool) -> None:
-        """Offer a unit to the clients.
+        """Offer a unit to the clients, of which that many ranks want it.
 
-        Args:
-            number: Number of the unit.
-            data: Bytes of the unit.
-            receivers: Number of ranks that want the unit.
-            stays: True if `data` is valid until this server is closed. Otherwise a copy is kept until all receivers
-                have it; if there is no room for a copy, requests for the unit are declined.
+        Unless the data stays valid until this server is closed, a copy is kept until all receivers have it; if there is
+        no room for a copy, requests for the unit are declined.
         """
         with self._changed:
             if stays:
@@ -273,11 +250,7 @@ class PeerServer:
 
 
 class OtherHosts:
-    """Record of the use of other hosts to this process. Hosts of no use are left alone for ten minutes. Thread-safe.
-
-    Args:
-        clock: Monotonic clock, in seconds.
-    """
+    """Record of the use of other hosts to this process. Hosts of no use are left alone for ten minutes. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with hosts that are of use."""
@@ -301,17 +274,6 @@ class PeerStore(WrappedStore):
 
     A rank that is not reached, or is silent for `PATIENCE_SECONDS`, is not asked again; nor are other hosts once they
     have left most of what they were asked for to the store.
-
-    Args:
-        store: Store that holds the shards.
-        units: Units by key and first byte, each with its number and the address of its owner.
-        host: Address of this host, by which ranks of the same host are recognized.
-        is_over: Function that tells whether the load was cancelled; called ten times a second while a thread waits.
-        hosts: Other hosts as earlier loads found them; told what this load finds.
-
-    Attributes:
-        received_bytes: Bytes received from other ranks, by number of the unit.
-        unreached: Cause by address: ranks that were not reached, or fell silent.
     """
 
     def __init__(
@@ -325,16 +287,16 @@ class PeerStore(WrappedStore):
     ) -> None:
         """Store the settings; no connection is made."""
         super().__init__(store)
-        self._units = units
-        self._host = host
-        self._is_over = is_over
-        self._hosts = hosts
+        self._units = units  # by key and first byte, each with its number and the address of its owner
+        self._host = host  # of this rank: ranks of the same host are recognized by it
+        self._is_over = is_over  # whether the load was cancelled; called ten times a second while a thread waits
+        self._hosts = hosts  # as earlier loads found them; told what this load finds
         self._rates = ReadRates()
         self._lock = threading.Lock()
         self._balance_bytes = 0.0  # received from other hosts, less the part of the asked bytes that makes them useful
         self._overdue: set[Address] = set()
-        self.received_bytes: dict[int, int] = {}
-        self.unreached: dict[Address, str] = {}
+        self.received_bytes: dict[int, int] = {}  # from other ranks, by number of the unit
+        self.unreached: dict[Address, str] = {}  # ranks that were not reached, or fell silent, with the cause
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Read a unit from its owner, and from the store what the owner does not send; other ranges from the store."""
@@ -395,14 +357,8 @@ class PeerStore(WrappedStore):
     def _receive(self, connection: socket.socket, into: memoryview, should_stop: Callable[[int], bool]) -> int:
         """Fill a buffer; return the number of bytes received, which is smaller if the server closes the connection.
 
-        Args:
-            connection: Configured connection.
-            into: Buffer to fill.
-            should_stop: Function that tells whether to leave the rest, called with the number of bytes received.
-
-        Raises:
-            TimeoutError: The load is over, or the server has sent nothing for `PATIENCE_SECONDS`.
-            OSError: The connection broke.
+        `should_stop` tells by the number of bytes received whether to leave the rest. A load that is over, and a server
+        that has sent nothing for `PATIENCE_SECONDS`, are a TimeoutError.
         """
         received, heard_seconds = 0, time.monotonic()
         while received < len(into):
@@ -428,15 +384,10 @@ class PeerStore(WrappedStore):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Message of a rank to the others before a load.
+    """Message of a rank to the others before a load."""
 
-    Attributes:
-        address: Address at which the rank serves what it has read; None if it takes no part.
-        wanted: Blocks that the rank wants, as `encode_wanted` returns them.
-    """
-
-    address: Address | None
-    wanted: bytes
+    address: Address | None  # at which the rank serves what it has read; None if it takes no part
+    wanted: bytes  # blocks that the rank wants, as `encode_wanted` returns them
 
 
 def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, Announcement]], list[int]]:
@@ -459,24 +410,17 @@ def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, An
 class PeerExchange:
     """This rank's part in an exchange, used as a context manager; leave it when all ranks have what they want.
 
-    First `listen`, then `begin` with the cohort of this rank, which returns the store and the plan to read with.
-
-    Args:
-        rank: Number of this rank.
-        host: Address of this host that the other ranks can reach.
-        gives: True if what this rank has read stays unchanged until the end; if not, the rank takes no part: it opens
-            no socket and reads everything from the store.
-        ports: First and last TCP port to listen at; None for any free port.
-        memory_budget_bytes: Limit of the memory of ranges in flight and of copies kept for others, in bytes.
-        is_over: Function that tells whether the load was cancelled.
+    First `listen`, then `begin` with the cohort of this rank, which returns the store and the plan to read with. What
+    this rank has read must stay unchanged until the end. Without a host, at whose address the other ranks reach this
+    rank, it takes no part: it opens no socket and reads everything from the store. The budget bounds the ranges in
+    flight and the copies kept for others; `is_over` tells whether the load was cancelled.
     """
 
     def __init__(
         self,
         rank: int,
-        host: str,
+        host: str | None,
         *,
-        gives: bool,
         memory_budget_bytes: int,
         is_over: Callable[[], bool],
         ports: tuple[int, int] | None = None,
@@ -484,7 +428,6 @@ class PeerExchange:
         """Store the settings; nothing is opened before `listen`."""
         self._rank = rank
         self._host = host
-        self._gives = gives
         self._ports = ports
         self._budget_bytes = memory_budget_bytes
         self._is_over = is_over
@@ -525,7 +468,7 @@ class PeerExchange:
     def listen(self, manifest: Manifest, wanted: Wanted) -> Announcement:
         """Start to listen, and return the announcement for the other ranks."""
         try:
-            if self._gives:
+            if self._host is not None:
                 self._server = PeerServer(
                     self._rank,
                     self._host,
@@ -545,14 +488,7 @@ class PeerExchange:
     def begin(
         self, store: ObjectStore, manifest: Manifest, wanted: Wanted, cohort: Mapping[int, Announcement]
     ) -> tuple[ObjectStore, ReadPlan]:
-        """Plan the shared read, and return the store and the plan to read with; connects when a unit is requested.
-
-        Args:
-            store: Store that holds the shards.
-            manifest: Manifest of the checkpoint.
-            wanted: Blocks that this rank wants, as passed to `listen`.
-            cohort: Cohort of this rank.
-        """
+        """Plan the shared read, and return the store and the plan to read with; connects when a unit is requested."""
         # A rank that takes no part shares nothing, as if it wanted nothing.
         addresses = [announcement.address for announcement in cohort.values()]
         wants = [
@@ -573,7 +509,7 @@ class PeerExchange:
             elif member in unit.members and owner is not None:
                 awaited[place] = number, owner
                 self._awaited_bytes += unit.range.length
-        self._store = PeerStore(store, awaited, host=self._host, is_over=self._is_over, hosts=_OTHER_HOSTS)
+        self._store = PeerStore(store, awaited, host=self._host or "", is_over=self._is_over, hosts=_OTHER_HOSTS)
         window_bytes = max(1, self._budget_bytes // _WINDOW_SHARE)
         return self._store, plan_shared(manifest, wanted, units, member=member, window_bytes=window_bytes)
 

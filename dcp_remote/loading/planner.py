@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.loading.chunk_list import reduce_chunks, renumber_chunks
-from dcp_remote.loading.dcp_metadata import SourceMeta
-from dcp_remote.loading.selection import Patterns, Rename, Selection
+from dcp_remote.loading.dcp_metadata import SourceMeta, plan_value
+from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.state_check import Comparison, StateCheck, compare_state
 from dcp_remote.loading.state_verdict import Verdict, judge
-from dcp_remote.serialization.name_links import NameLink
 from dcp_remote.serialization.state_dict import empty_places
 
 logger = logging.getLogger(__name__)
@@ -74,73 +72,18 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Check the options."""
         super().__init__()
-        self._selection = Selection.of(
+        self._options = LoadOptions(
             include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
         )
         self._source = SourceMeta()
-        self._links: tuple[NameLink, ...] = ()
         self._comparison: Comparison | None = None
         self._empty_places: list[str] = []
 
     @property
-    def check(self) -> StateCheck:
+    def comparison(self) -> Comparison:
         """Comparison of this rank's state with the checkpoint, after `set_up_planner`."""
-        return self._compared.check
-
-    @property
-    def _compared(self) -> Comparison:
         assert self._comparison is not None, "set_up_planner comes first"
         return self._comparison
-
-    @property
-    def options(self) -> dict[str, object]:
-        """Options that differ from their defaults, without functions."""
-        return self._selection.shared
-
-    @property
-    def has_rename_mapping(self) -> bool:
-        """True if `rename` is a mapping, to which links of names apply."""
-        return isinstance(self._selection.rename, Mapping)
-
-    def link_names(self, links: Sequence[NameLink]) -> None:
-        """Rename parameters below their optimizers and averages as below their models."""
-        self._links = tuple(links)
-
-    def rename_entries(self, names: Collection[str]) -> dict[str, str]:
-        """Return the name in the state of each entry, without those that `rename` leaves out.
-
-        Raises:
-            InvalidArgumentError: `rename` matches nothing, or gives two entries one name.
-        """
-        return self._selection.rename_entries(names, self._links)
-
-    def renamed_parameters(self) -> dict[str, Mapping[str, str | None]]:
-        """Return the new names of parameters by their old ones, by the beginning of names that repeat them."""
-        assert self.metadata is not None, "set_up_planner has stored it"
-        return self._selection.renamed_parameters(self.metadata.state_dict_metadata, self._links)
-
-    def keep_names(self, names: Collection[str], saved: Collection[str]) -> set[str]:
-        """Return the names whose values in the state stay as they are; `saved` are the renamed entries."""
-        return self._selection.keep(names, saved)
-
-    def loads(self, name: str) -> bool:
-        """Return whether the value of this name in the state is loaded."""
-        return name in self._compared.sources
-
-    @property
-    def kept(self) -> Sequence[str]:
-        """Names of the values of this rank's state that are not loaded."""
-        return self._compared.kept
-
-    @property
-    def skipped_keys(self) -> Sequence[str]:
-        """Top-level keys of which the options leave all values out, although the checkpoint has some."""
-        saved = {name.partition(".")[0] for name in self._compared.excluded}
-        return [key for key in self._compared.check.kept if key in saved]
-
-    def left_out(self, verdict: Verdict) -> Sequence[str]:
-        """Return the names of entries of the checkpoint that no rank loads, nor this rank of its own values."""
-        return self._compared.left_out(verdict.left_out)
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -172,18 +115,19 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
                 del self.state_dict[name]
         meta = metadata.storage_meta
         if isinstance(meta, SourceMeta):
-            meta.selection = self._selection
+            meta.options = self._options
             self._source = meta
         else:
             self._source = SourceMeta(checkpoint_id=meta.checkpoint_id if meta is not None else None)
+        renamed, entries = self._source.renamed, metadata.state_dict_metadata
         self._comparison = compare_state(
             self.state_dict,
             self.mappings,
-            metadata.state_dict_metadata,
-            self._selection,
+            entries,
+            self._options,
+            renamed=renamed if renamed is not None else self._options.rename_entries(entries),
             rank=self._source.rank,
-            on_meta=on_meta if self._selection.given else (),
-            links=self._links,
+            on_meta=on_meta if self._options.given else (),
         )
 
     def _put_back(self, before: dict[str, Any]) -> set[str]:
@@ -191,9 +135,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
 
         torch gives memory to tensors on the meta device, as it should. It also makes None of each object of a type that
         it does not know, and a new tuple of each tuple: values that are kept, or kept after an error, would be lost.
-
-        Args:
-            before: State before, flat.
+        `before` is the flat state that torch was given.
         """
         tensors = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
         on_meta = {name for name, value in tensors.items() if value.device.type == "meta"}
@@ -205,20 +147,13 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank loads, with its `StateCheck` as `planner_data`; few objects are built for chunks."""
-        check, sources = self._compared.check, self._compared.sources
-        if check.has_misfits:
-            return LoadPlan([], planner_data=check)
-        assert self.metadata is not None, "set_up_planner has stored it"
-        saved = self.metadata.state_dict_metadata
-        state = {name: self.state_dict[name] for name in sources}
-        entries, numbers = reduce_chunks({name: saved[source] for name, source in sources.items()}, state)
-        plan = create_default_local_load_plan(state, replace(self.metadata, state_dict_metadata=entries))
-        items = [
-            item
-            if sources[name := item.storage_index.fqn] == name
-            else replace(item, storage_index=replace(item.storage_index, fqn=sources[name]))
-            for item in renumber_chunks(plan, numbers).items
-        ]
+        check = self.comparison.check
+        items: list[ReadItem] = []
+        if not check.has_misfits:
+            assert self.metadata is not None, "set_up_planner has stored it"
+            saved = self.metadata.state_dict_metadata
+            for name, source in self.comparison.sources.items():
+                items += plan_value(name, self.state_dict[name], source, saved[source])
         return LoadPlan(items, planner_data=check)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -240,15 +175,14 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
 
     def judge(self, checks: Sequence[StateCheck]) -> Verdict:
         """Decide on the checks of all ranks, by rank; called on the coordinator."""
-        source = self._source
         return judge(
             checks,
-            self._compared,
-            self._selection,
+            self.comparison,
+            self._options,
             empty_places=self._empty_places,
-            thinned=source.thinned,
-            url=source.checkpoint_id,
-            step=source.step,
+            thinned=self._source.thinned,
+            url=self._source.checkpoint_id,
+            step=self._source.step,
         )
 
 
@@ -263,22 +197,3 @@ def _explain_meta(before: Mapping[str, Any], error: ValueError) -> Exception:
         tensors=len(names),
         names=", ".join(names[:_NAMES_SHOWN_MAX]),
     )
-
-
-def choose_planner(planner: LoadPlanner | None, **options: Any) -> LoadPlanner:
-    """Return the planner that a caller gave, or one of these options.
-
-    Raises:
-        InvalidArgumentError: There are both; or an option has a wrong value.
-    """
-    selection = Selection.of(**options)
-    if planner is None:
-        return RemoteLoadPlanner(**options)
-    if selection.given:
-        raise InvalidArgumentError(
-            "A planner of your own decides what is loaded, and knows nothing of these options. Leave them out, or give "
-            "them to a RemoteLoadPlanner, from which yours may inherit.",
-            options=", ".join(selection.given),
-            planner=type(planner).__name__,
-        )
-    return planner

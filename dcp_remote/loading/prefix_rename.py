@@ -13,12 +13,7 @@ class PrefixRename:
     """Mapping of names and prefixes as a function of a name; the longest prefix that ends before a dot applies.
 
     A parameter that gets another name below its model gets that name below its optimizers and averages as well, unless
-    the mapping has a prefix for these entries themselves.
-
-    Args:
-        mapping: Names or prefixes in the checkpoint to those in the state; None leaves entries out.
-        names: Names of all entries of the checkpoint.
-        links: Places of the state that repeat the names of a model.
+    the mapping has a prefix for these entries themselves. None in the place of a name leaves entries out.
     """
 
     def __init__(
@@ -63,11 +58,7 @@ class PrefixRename:
         return {copy: renamed for copy, renamed, _ in self._copies}
 
     def require_used(self) -> None:
-        """Refuse a prefix that no entry has, after all names were renamed.
-
-        Raises:
-            InvalidArgumentError: There is such a prefix; similar names are given.
-        """
+        """Refuse a prefix that no entry has, after all names were renamed; the error gives similar names."""
         for prefix, given in self._given.items():
             if prefix not in self._used:
                 prefixes = _prefixes(self._names)
@@ -90,11 +81,7 @@ class PrefixRename:
         return None if value is None else (value + name[len(prefix) :]).removeprefix("." if not value else "")
 
     def _parameters_renamed(self, model: str) -> dict[str, str | None]:
-        """Return the new names of a model's entries by their old ones, both below the model; None for those left out.
-
-        Args:
-            model: Name of the model in the state, with a dot at its end.
-        """
+        """Return the new names of entries by their old ones, both below the model; None for those left out."""
         places = [f"{prefix}." for prefix, value in self._mapping.items() if value is not None and f"{value}." == model]
         if model.removesuffix(".") not in self._mapping:
             places.append(model)

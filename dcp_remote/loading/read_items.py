@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -31,22 +31,11 @@ def make_target_layers(
 ) -> list[list[Target]]:
     """Make the targets of a plan, in layers that are to be read one after another; makes no request.
 
-    Within a layer no two templates share memory. Nearly always there is one layer. Of templates that share memory, as
-    tied weights do, the last in the plan wins.
+    Within a layer no two templates share memory; nearly always there is one layer. Of templates that share memory, as
+    tied weights do, the last in the plan wins. Objects in the manifest have no target: they are delivered by this call.
 
-    Args:
-        manifest: Manifest of the checkpoint.
-        plan: Plan of this rank, as the planner finished it.
-        planner: Planner, called from the thread that reads.
-        allow_pickle: True to load objects that need code.
-
-    Returns:
-        One layer at least. Objects in the manifest have no target: they are delivered by this call.
-
-    Raises:
-        InvalidArgumentError: The plan names a tensor, chunk or object that the manifest lacks; or a template cannot
-            take what is read. The templates of a planner that makes them on demand are checked when it makes them.
-        UnsafeObjectError: An object in the manifest needs code to load, and `allow_pickle` is False.
+    A plan of what the manifest lacks, and a template that cannot take what is read, are an `InvalidArgumentError`. The
+    templates of a planner that makes them on demand are checked when it makes them, in the thread that reads.
     """
     # Other planners may make a template when they are asked for it, and keep it in memory until it is complete: theirs
     # are not asked for here.
@@ -94,11 +83,8 @@ def _find_chunk(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:
         raise InvalidArgumentError("There is no tensor of this name in the checkpoint.", tensor=index.fqn)
     first, count = int(tensors.chunk_first[tensor]), int(tensors.chunks[tensor])
     offsets = tuple(index.offset) if index.offset is not None else None
-    if index.index is not None and 0 <= index.index < count:
-        chunk = first + index.index
-        if offsets is None or tensors.offsets_of(chunk) == offsets:
-            return tensor, chunk
-    for chunk in range(first, first + count):
+    hinted = [first + index.index] if index.index is not None and 0 <= index.index < count else []
+    for chunk in itertools.chain(hinted, range(first, first + count)):
         if offsets is None or tensors.offsets_of(chunk) == offsets:
             return tensor, chunk
     raise InvalidArgumentError("There is no chunk of a tensor at this offset.", tensor=index.fqn, offsets=offsets)
@@ -108,25 +94,23 @@ def _make_planner_targets(
     manifest: Manifest, planner: LoadPlanner, item: ReadItem, *, allow_pickle: bool
 ) -> list[Target]:
     name = item.storage_index.fqn
-    is_torchs = inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",))
+    wanted = item.dest_index.fqn
 
     def deliver(value: object) -> None:
         value = _convert(manifest, planner, item, value)
-        if is_torchs:
-            with _reference_stream(value) as stream:
-                planner.load_bytes(item, stream)
-        else:
+        if not inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",)):
             planner.load_bytes(item, _pickle_stream(name, value))
+        # As torch's `load_bytes` does, without a copy by pickle.
+        elif planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[wanted], value)
+        else:
+            planner.state_dict[wanted] = value
 
     return make_object_targets(manifest, name, deliver, allow_pickle=allow_pickle)
 
 
 def _convert(manifest: Manifest, planner: LoadPlanner, item: ReadItem, value: object) -> object:
-    """Return an object in the form of its place in the state, which a planner that renames entries may change.
-
-    Raises:
-        StateMismatchError: The state asks for `Files`, and the object is none.
-    """
+    """Return an object in the form of its place in the state, which a planner that renames entries may change."""
     if not isinstance(planner, DefaultLoadPlanner):
         return value
     name, wanted = item.storage_index.fqn, item.dest_index.fqn
@@ -138,39 +122,6 @@ def _convert(manifest: Manifest, planner: LoadPlanner, item: ReadItem, value: ob
         if not isinstance(own, Files):
             raise files_mismatch(own, name=wanted)
     return value
-
-
-# Objects that `DefaultLoadPlanner.load_bytes` is about to take, by the number in its stream.
-_objects: dict[int, object] = {}
-_numbers = itertools.count()
-
-
-class _Reference:
-    """Stand-in for an object, pickled as a call that looks the object up in this process."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _look_up, (self.number,)
-
-
-def _look_up(number: int) -> object:
-    return _objects[number]
-
-
-@contextmanager
-def _reference_stream(value: object) -> Iterator[io.BytesIO]:
-    """Give a stream from which `DefaultLoadPlanner.load_bytes` loads the object itself: no copy is made."""
-    number = next(_numbers)
-    _objects[number] = value
-    try:
-        stream = io.BytesIO()
-        torch.save(_Reference(number), stream)
-        stream.seek(0)
-        yield stream
-    finally:
-        del _objects[number]
 
 
 def _pickle_stream(name: str, value: object) -> io.BytesIO:

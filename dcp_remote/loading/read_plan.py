@@ -37,36 +37,22 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Part of a chunk, or whole stored object, to be read.
-
-    Attributes:
-        piece_first: First piece; the pieces of a chunk are consecutive.
-        piece_stop: One past the last piece.
-        runs: Byte ranges of the chunk that are wanted, ascending; None for the whole chunk.
-    """
+    """Part of a chunk, or whole stored object, to be read; its pieces are consecutive."""
 
     piece_first: int
-    piece_stop: int
-    runs: tuple[ByteRange, ...] | None
+    piece_stop: int  # one past the last
+    runs: tuple[ByteRange, ...] | None  # wanted byte ranges of the chunk, ascending; None for the whole chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive blocks of one piece.
-
-    Attributes:
-        piece: Number of the piece.
-        block_first: First block.
-        block_stop: One past the last block.
-        start: First byte in the shard.
-        length: Number of bytes.
-    """
+    """Consecutive blocks of one piece."""
 
     piece: int
     block_first: int
-    block_stop: int
-    start: int
-    length: int
+    block_stop: int  # one past the last
+    start: int  # first byte in the shard
+    length: int  # in bytes
 
     @property
     def stop(self) -> int:
@@ -76,58 +62,38 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RangePlan:
-    """Request for a range of a shard.
-
-    Attributes:
-        shard: Number of the shard.
-        start: First byte in the shard.
-        length: Number of bytes.
-        segments: Segments in the range, ascending; bytes between them are fetched and not used.
-    """
+    """Request for a range of a shard."""
 
     shard: int
-    start: int
-    length: int
-    segments: tuple[Segment, ...]
+    start: int  # first byte in the shard
+    length: int  # in bytes
+    segments: tuple[Segment, ...]  # ascending; bytes between them are fetched and not used
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Blocks that the wants of a rank touch.
+    """Blocks that the wants of a rank touch."""
 
-    Attributes:
-        blocks: Mask of the wanted blocks by piece; None for all blocks.
-        users: Numbers of the wants that a piece belongs to, by piece.
-        sizes: Size of each want in bytes.
-        partial: Pieces of which not every block is wanted.
-        tables: Shards that hold partial pieces, whose block tables are needed; ascending.
-    """
-
-    blocks: dict[int, Mask | None]
-    users: dict[int, list[int]]
-    sizes: tuple[int, ...]
-    partial: frozenset[int]
-    tables: tuple[int, ...]
+    blocks: dict[int, Mask | None]  # by piece; None for all blocks
+    users: dict[int, list[int]]  # numbers of the wants that a piece belongs to, by piece
+    sizes: tuple[int, ...]  # of each want, in bytes
+    partial: frozenset[int]  # pieces of which not every block is wanted
+    tables: tuple[int, ...]  # shards that hold partial pieces, whose block tables are needed; ascending
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Requests that read what is wanted.
+    """Requests that read what is wanted, in their order.
 
-    Attributes:
-        tables: Shards whose block tables are fetched first.
-        ranges: Requests in their order: the largest wants first, so that no large one is left at the end, and the
-            ranges of a want together, so that few wants are half read, and held in memory, at a time.
-        segments: Number of segments by wanted piece.
-        partial: Pieces of which not every block is fetched.
-        users: Numbers of the wants that a piece belongs to, by piece.
+    The largest wants come first, so that no large one is left at the end, and the ranges of a want together, so that
+    few wants are half read, and held in memory, at a time.
     """
 
-    tables: tuple[int, ...]
+    tables: tuple[int, ...]  # shards whose block tables are fetched before the ranges
     ranges: tuple[RangePlan, ...]
-    segments: dict[int, int]
-    partial: frozenset[int]
-    users: dict[int, list[int]]
+    segments: dict[int, int]  # number of segments by wanted piece
+    partial: frozenset[int]  # pieces of which not every block is fetched
+    users: dict[int, list[int]]  # numbers of the wants that a piece belongs to, by piece
 
 
 def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
@@ -149,21 +115,13 @@ def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
 
 
 def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
-    """Turn wants into requests; each block is fetched once, however many wants touch it.
-
-    Raises:
-        InvalidArgumentError: So much is wanted that the list of requests would not fit into memory.
-    """
+    """Turn wants into requests; each block is fetched once, however many wants touch it."""
     wanted = wanted_blocks(manifest, wants)
     return make_plan(wanted, wanted.tables, plan_ranges(manifest, wanted, wanted.blocks))
 
 
 def wanted_blocks(manifest: Manifest, wants: Sequence[Want]) -> Wanted:
-    """Return the blocks that the wants touch.
-
-    Raises:
-        InvalidArgumentError: So much is wanted that the list of requests would not fit into memory.
-    """
+    """Return the blocks that the wants touch; refused if the list of requests would not fit into memory."""
     users: dict[int, list[int]] = {}
     blocks: dict[int, Mask | None] = {}
     for number, want in enumerate(wants):

@@ -23,20 +23,13 @@ _OVERDUE_PART = 0.5
 
 
 class _Meter:
-    """Bytes of one way, and the seconds with something under way; not thread-safe.
-
-    Attributes:
-        count: Number of requests or units that are under way.
-        received_bytes: Bytes that have arrived.
-        seconds: Time with something under way, up to the last call.
-        marked_seconds: Time of the last call.
-    """
+    """Bytes of one way, and the seconds with something under way; not thread-safe."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # requests or units that are under way
         self.received_bytes = 0.0
-        self.seconds = 0.0
-        self.marked_seconds = 0.0
+        self.seconds = 0.0  # with something under way, up to the last call
+        self.marked_seconds = 0.0  # time of the last call
 
     def note(self, now_seconds: float, received_bytes: int, *, begun: int = 0) -> None:
         """Count bytes, and requests or units that begin; a negative number of them ends."""
@@ -51,9 +44,6 @@ class ReadRates:
     """Rates of the store and of the other hosts, as this rank sees them in one load. Thread-safe.
 
     All ranks read from the store at the same time, so that its rate is this rank's share of it.
-
-    Args:
-        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,9 +68,8 @@ class ReadRates:
     def receiving(self) -> Iterator[Callable[[int], bool]]:
         """Measure a unit that another host is sending while a block runs.
 
-        Yields:
-            Function to be called with the bytes of the unit that have arrived, now and then and at the end. Returns
-            whether the rest of the unit comes clearly sooner from the store.
+        The function that is yielded is called with the bytes of the unit that have arrived, now and then and at the
+        end, and returns whether the rest of the unit comes clearly sooner from the store.
         """
         counted_bytes = 0
 

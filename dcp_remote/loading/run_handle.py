@@ -10,11 +10,11 @@ from typing import Any
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CheckpointGoneError, CheckpointNotFoundError
 from dcp_remote.format.catalog import Catalog, Owner
+from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.info import CheckpointInfo, best_of, catalog_of, require_run_url
 from dcp_remote.run.job import require_step_or_name
 from dcp_remote.run.labels import give_names, set_pin, take_names
 from dcp_remote.run.lookup import gone_error, read_manifest
-from dcp_remote.run.maintenance import Maintenance
-from dcp_remote.run.run import CheckpointInfo, best_of, catalog_of, require_run_url
 from dcp_remote.run.waiting import POLL_SECONDS, wait_for_newer
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_timeout
@@ -50,7 +50,7 @@ def open_run(
 
 
 class Run:
-    """Checkpoints of a run, for one process; `open_run` makes one, and `CheckpointManager` has the same methods.
+    """Checkpoints of a run, for one process; from `open_run`, or `CheckpointManager.run`.
 
     Nothing is kept between calls: each reads the catalog anew. Methods that read need the permission to read objects
     alone, and neither stop nor disturb a job that saves into the run, nor its retention. Only `pin`, `unpin`, `name`,
@@ -103,6 +103,10 @@ class Run:
         """
         catalog = self._catalog()
         return [CheckpointInfo.of(entry) for entry in catalog.entries] if catalog is not None else []
+
+    def steps(self) -> list[int]:
+        """Return the steps of all live checkpoints that are not abandoned, ascending. Costs as `checkpoints`."""
+        return [info.step for info in self.checkpoints() if not info.abandoned]
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest checkpoint that is not abandoned; None if there is none. Costs as `checkpoints`."""
@@ -251,7 +255,7 @@ class Run:
             CommitUnknownError: The store did not say whether the catalog was swapped.
         """
         require_step_or_name(step)
-        maintenance, deadline = Maintenance(self._store), self._deadline()
+        maintenance, deadline = Deletions(self._store), self._deadline()
         applied = maintenance.retire([step], deadline=deadline, force=force, owner=self._owner())
         deleted = maintenance.delete(deadline=deadline, pause_seconds=0)
         logger.info("%s: deleted step %s (%d objects)", self.url, applied.retired, deleted.removed)

@@ -41,55 +41,35 @@ Bits: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Range that several ranks want.
+    """Range that several ranks want."""
 
-    Attributes:
-        range: Request for the range; without segments if it is a block table.
-        members: Numbers of the ranks that want the range, ascending; at least two.
-        owner: Number of the member that reads the range from the store.
-    """
-
-    range: RangePlan
-    members: tuple[int, ...]
-    owner: int
+    range: RangePlan  # without segments if it is a block table
+    members: tuple[int, ...]  # numbers of the ranks that want the range, ascending; at least two
+    owner: int  # number of the member that reads the range from the store
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Parts of pieces and tables: consecutive blocks that the same ranks want; columns with one entry per part.
+    """Parts of pieces and tables: consecutive blocks that the same ranks want; columns with one entry per part."""
 
-    Attributes:
-        piece: Number of the piece, or of the table behind the pieces.
-        first: Number of the first block.
-        stop: Number one past the last block.
-        size_bytes: Size in bytes.
-        members: Ranks that want the part, as bits.
-    """
-
-    piece: I64
-    first: I64
-    stop: I64
+    piece: I64  # number of the piece, or of the table behind the pieces
+    first: I64  # number of the first block
+    stop: I64  # one past the last
     size_bytes: I64
-    members: Bits
+    members: Bits  # ranks that want the part
 
 
 class _BlockNumbers:
-    """Numbers of all blocks of a manifest. Behind the pieces, block tables count as pieces of one block.
-
-    Attributes:
-        lengths: Length of each piece and table, in bytes.
-        pieces: Number of pieces.
-        block_bytes: Size of the blocks of each piece, in bytes.
-        first: Number of the first block of each piece, and one past the last block of all.
-    """
+    """Numbers of all blocks of a manifest. Behind the pieces, block tables count as pieces of one block."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self.lengths = np.concatenate([manifest.pieces.length, manifest.shards.table_lengths])
+        tables = manifest.shards.table_lengths
         self.pieces = len(manifest.pieces.length)
-        self.block_bytes = _block_bytes(manifest.pieces.length)
-        counts = -(-manifest.pieces.length // self.block_bytes)
-        self.block_bytes = np.concatenate([self.block_bytes, np.maximum(manifest.shards.table_lengths, 1)])
-        self.first = group_offsets(np.concatenate([counts, np.ones(len(manifest.shards.keys), dtype=np.int64)]))
+        self.lengths = np.concatenate([manifest.pieces.length, tables])  # of each piece and table, in bytes
+        self.block_bytes = np.concatenate([_block_bytes(manifest.pieces.length), np.maximum(tables, 1)])
+        counts = -(-manifest.pieces.length // self.block_bytes[: self.pieces])
+        # Number of the first block of each piece and table, and one past the last block of all.
+        self.first = group_offsets(np.concatenate([counts, np.ones_like(tables)]))
 
     def pieces_of(self, numbers: I64) -> I64:
         """Return the piece, or table, that each block number belongs to."""
@@ -140,13 +120,9 @@ def grouping_key(runs: I64) -> int:
 
 
 def split_into_cohorts(keys: Sequence[int]) -> list[list[int]]:
-    """Split ranks into cohorts, which read together: at most `MEMBERS_MAX` ranks, neighbours by their keys.
+    """Split ranks into cohorts, which read together: at most `MEMBERS_MAX` ranks, neighbours by their grouping keys.
 
-    Args:
-        keys: Key of each rank, of `grouping_key`.
-
-    Returns:
-        The ranks of each cohort, ascending; cohorts differ by one rank at most.
+    The ranks of each cohort are ascending; cohorts differ by one rank at most.
     """
     ranks = sorted(range(len(keys)), key=lambda rank: (keys[rank], rank))
     count = -(-len(ranks) // MEMBERS_MAX)
@@ -159,15 +135,8 @@ def shared_units(manifest: Manifest, wants: Sequence[I64], groups: Sequence[str]
 
     Each rank reads a small part of a piece for itself if another rank alone wants a neighboring part: cutting the part
     out would cost that other rank a request. Owners are chosen so that all ranks read about as many bytes from the
-    store, including the bytes that a rank wants alone. A range that ranks of several groups want is a unit of each.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        wants: Runs of each rank, as `decode_wanted` returns them; at most `MEMBERS_MAX` ranks.
-        groups: Group of each rank; ranks of different groups cannot connect to each other.
-
-    Returns:
-        The units, the largest first.
+    store, including the bytes that a rank wants alone. Ranks of different groups cannot connect to each other: a range
+    that ranks of several groups want is a unit of each. `wants` are the runs of each rank; the largest unit is first.
     """
     assert len(wants) <= MEMBERS_MAX, "a set of ranks is an integer of 64 bits"
     numbers = _BlockNumbers(manifest)
@@ -195,15 +164,9 @@ def plan_shared(
 ) -> ReadPlan:
     """Return the plan of one rank: its units as they are, and the rest as `plan_reads` would plan it.
 
-    Per window, the rank reads what it owns before it receives from others. So no rank keeps more than two or three
-    windows for the others, and no ranks wait for each other in a circle.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        wanted: Blocks that this rank wants.
-        units: Units of all ranks.
-        member: Number of this rank.
-        window_bytes: Size of a window: bytes of the units that one rank owns.
+    Per window, which is that many bytes of the units that one rank owns, the rank reads what it owns before it receives
+    from others. So no rank keeps more than two or three windows for the others, and no ranks wait for each other in a
+    circle.
     """
     mine = [(window, unit) for window, unit in _windows(units, window_bytes) if member in unit.members]
     left: dict[int, Mask | None] = dict(wanted.blocks)

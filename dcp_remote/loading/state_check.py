@@ -17,8 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from dcp_remote.common.digests import digest
-from dcp_remote.loading.selection import Path, Selection
-from dcp_remote.serialization.name_links import NameLink
+from dcp_remote.loading.load_options import LoadOptions, Path
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 from dcp_remote.serialization.tensors import dtype_name, memory_of
 
@@ -31,47 +30,27 @@ LISTED_MAX = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Difference between a tensor or object of the checkpoint and the value that the state has under its name.
+    """Difference between a tensor or object of the checkpoint and the value that the state has under its name."""
 
-    Attributes:
-        kind: Property that differs; "kind" is tensor or object.
-        name: Name in the state.
-        saved: Property of the checkpoint.
-        state: Property of the state.
-    """
-
-    kind: Literal["shape", "dtype", "kind"]
-    name: str
-    saved: str
-    state: str
+    kind: Literal["shape", "dtype", "kind"]  # the property that differs; "kind" is tensor or object
+    name: str  # in the state
+    saved: str  # property of the checkpoint
+    state: str  # property of the state
 
 
 @dataclass(frozen=True, slots=True)
 class StateCheck:
-    """Result of comparing one rank's state; lists end after 1,000 names.
+    """Result of comparing one rank's state, sent to the coordinator; the first three lists end after 1,000 names."""
 
-    Attributes:
-        missing: Names of values that the checkpoint lacks, without those in `empty`.
-        empty: Names of values that are not loaded and have no memory to be kept: they are on the meta device.
-        misfits: Differences of values that both have.
-        uncovered: Compressed bitmap, one bit per entry of the checkpoint, of those that the state has no value for; b""
-            if there are none.
-        own_left: Top-level keys of the values of this very rank that its state has no `PerRank` for.
-        unmatched: Patterns that match nothing.
-        kept: Top-level keys below which values stay as they are and none is loaded.
-        loaded: Top-level keys below which values are loaded.
-        loads: True if a value is loaded at all.
-    """
-
-    missing: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # names of values that the checkpoint lacks, without those in `empty`
+    empty: tuple[str, ...] = ()  # values on the meta device that are not loaded: no memory holds a value to keep
     misfits: tuple[Misfit, ...] = ()
-    uncovered: bytes = b""
-    own_left: tuple[str, ...] = ()
-    unmatched: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    loaded: tuple[str, ...] = ()
-    loads: bool = True
+    uncovered: bytes = b""  # compressed bitmap of the entries of the checkpoint that the state has no value for
+    own_left: tuple[str, ...] = ()  # keys of the saved values of this very rank that its state has no `PerRank` for
+    unmatched: tuple[str, ...] = ()  # patterns that match nothing
+    kept: tuple[str, ...] = ()  # top-level keys below which values stay as they are and none is loaded
+    loaded: tuple[str, ...] = ()  # top-level keys below which values are loaded
+    loads: bool = True  # whether a value is loaded at all
 
     @property
     def is_plain(self) -> bool:
@@ -95,27 +74,28 @@ class StateCheck:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Check of this rank, and what this rank needs of it.
-
-    Attributes:
-        check: Check, for the coordinator.
-        sources: Name in the checkpoint of each value that is loaded, by its name in the state.
-        entries: Name in the state of each entry of the checkpoint, in its order; of those left out, their own.
-        kept: Names of values of the state that are not loaded.
-        excluded: Names of entries of the checkpoint that the options leave out.
-    """
+    """Check of this rank, and what stays with this rank."""
 
     check: StateCheck
-    sources: Mapping[str, str]
-    entries: tuple[str, ...]
-    kept: tuple[str, ...] = ()
-    excluded: tuple[str, ...] = ()
+    sources: Mapping[str, str]  # name in the checkpoint of each value that is loaded, by its name in the state
+    entries: tuple[str, ...]  # name in the state of each entry, in the checkpoint's order; of those left out, their own
+    kept: tuple[str, ...]  # names of values of the state that are not loaded
+    excluded: tuple[str, ...]  # names of entries of the checkpoint that the options leave out
+
+    def loads(self, name: str) -> bool:
+        """Return whether the value of this name in the state is loaded."""
+        return name in self.sources
+
+    @property
+    def skipped_keys(self) -> list[str]:
+        """Top-level keys of which the options leave all values out, although the checkpoint has some."""
+        saved = {name.partition(".")[0] for name in self.excluded}
+        return [key for key in self.check.kept if key in saved]
 
     def left_out(self, unexpected: bytes) -> list[str]:
         """Return the names of entries that are not loaded: those of `excluded`, and those that the state lacks.
 
-        Args:
-            unexpected: Compressed bitmap of the entries that no rank has a value for.
+        The bitmap is a verdict's, of the entries that no rank has a value for.
         """
         numbers = np.flatnonzero(decompress_bits(unexpected, len(self.entries))).tolist()
         own = (f"{PER_RANK_KEY}.*.{key}" for key in self.check.own_left)
@@ -126,29 +106,19 @@ def compare_state(
     state: Mapping[str, Any],
     paths: Mapping[str, Path],
     entries: Mapping[str, STORAGE_TYPES],
-    selection: Selection,
+    options: LoadOptions,
     *,
+    renamed: Mapping[str, str],
     rank: int | None,
-    on_meta: Collection[str] = (),
-    links: Sequence[NameLink] = (),
+    on_meta: Collection[str],
 ) -> Comparison:
-    """Compare a flattened state with the entries of a checkpoint; builds no object per chunk.
+    """Compare a flattened state, with the paths of its values, with the entries of a checkpoint.
 
-    Args:
-        state: Values by name.
-        paths: Paths of the values by name.
-        entries: Entries of the checkpoint by name.
-        selection: Options of the load.
-        rank: This rank, whose `PerRank` values are below its number; None if nothing in the checkpoint is a `PerRank`.
-        on_meta: Names of values that were on the meta device.
-        links: Places of the state that repeat the names of a model, for `rename`.
-
-    Raises:
-        InvalidArgumentError: `rename` is wrong.
+    `renamed` has the name in the state of each entry that `rename` does not leave out. `PerRank` values of the rank are
+    below its number; None if the checkpoint has none. Builds no object per chunk.
     """
-    renamed = selection.rename_entries(entries, links)
     origins = {new: name for name, new in renamed.items()}
-    chosen_names, unmatched = selection.choose(dict.fromkeys([*state, *origins]))
+    chosen_names, unmatched = options.choose(dict.fromkeys([*state, *origins]))
     chosen = set(chosen_names)
     sources: dict[str, str] = {}
     missing: list[str] = []
@@ -160,7 +130,7 @@ def compare_state(
             missing.append(name)
             continue
         sources[name] = origins[name]
-        misfits += _misfits(name, entries[origins[name]], value, converts=selection.dtype == "convert")
+        misfits += _misfits(name, entries[origins[name]], value, converts=options.dtype == "convert")
     tied = _find_tied(missing, state, sources)
     left = np.zeros(len(entries), dtype=np.bool_)
     own_left: list[str] = []

@@ -13,7 +13,7 @@ from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.format.entry_names import near_names, no_match_error
 from dcp_remote.loading.key_renames import find_key_renames
-from dcp_remote.loading.selection import Selection
+from dcp_remote.loading.load_options import LoadOptions
 from dcp_remote.loading.state_check import (
     LISTED_MAX,
     NOT_CONVERTIBLE,
@@ -35,39 +35,27 @@ _NAMES_OF_KEY_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Decision on the checks of all ranks.
+    """Decision on the checks of all ranks."""
 
-    Attributes:
-        error: Error that every rank raises; None if the load goes on.
-        untouched: Top-level keys of the state below which no rank loads a value.
-        left_out: Compressed bitmap, one bit per entry of the checkpoint, of those that no rank has a value for.
-        warning: Text for the log on the values that `missing` keeps and `unexpected` leaves out; "" if there are none.
-    """
-
-    error: DcpRemoteError | None = None
-    untouched: frozenset[str] = frozenset()
-    left_out: bytes = b""
-    warning: str = ""
+    error: DcpRemoteError | None = None  # which every rank raises
+    untouched: frozenset[str] = frozenset()  # top-level keys of the state below which no rank loads a value
+    left_out: bytes = b""  # compressed bitmap of the entries of the checkpoint that no rank has a value for
+    warning: str = ""  # on the values that `missing` keeps and `unexpected` leaves out
 
 
 def judge(
     checks: Sequence[StateCheck],
     own: Comparison,
-    selection: Selection,
+    options: LoadOptions,
     *,
-    empty_places: Collection[str] = (),
-    thinned: Collection[str] = (),
+    empty_places: Collection[str],
+    thinned: Collection[str],
     **details: object,
 ) -> Verdict:
-    """Decide on the checks of all ranks; called on the coordinator.
+    """Decide on the checks of all ranks, by rank, which are nearly always equal; called on the coordinator.
 
-    Args:
-        checks: Checks of all ranks, by rank; nearly always they are equal.
-        own: Comparison of the coordinator.
-        selection: Options of the load.
-        empty_places: Names of the empty dicts of the coordinator's state.
-        thinned: Top-level keys of entries that retention deleted.
-        **details: URL and step, for the error.
+    `own` is the coordinator's comparison, `empty_places` the names of empty dicts of its state; `thinned` are top-level
+    keys of entries that retention deleted; URL and step are the details of an error.
     """
     distinct = list(dict.fromkeys(checks))
     unmatched = [pattern for pattern in checks[0].unmatched if all(pattern in check.unmatched for check in distinct)]
@@ -76,14 +64,11 @@ def judge(
         near = no_match_error(unmatched[0], names, {name: name.split(".") for name in names}).details
         what = "Neither the checkpoint nor the state has a name that matches this pattern. Correct the pattern."
         return Verdict(error=InvalidArgumentError(what, **near, **details))
-    findings = _Findings(distinct, own, thinned)
-    is_nothing_loaded = not any(check.loads for check in distinct)
-    if findings.is_error(selection) or is_nothing_loaded:
+    findings = _Findings(distinct, own, empty_places, thinned)
+    if findings.is_error(options):
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
-        text = findings.describe(empty_places=empty_places, is_nothing_loaded=is_nothing_loaded)
         details |= findings.counts() | _named(ranks, len(checks))
-        advice = findings.advice(empty_places, is_nothing_loaded=is_nothing_loaded)
-        return Verdict(error=StateMismatchError(text, **details).advise(**advice))
+        return Verdict(error=StateMismatchError(findings.describe(), **details).advise(**findings.advice()))
     untouched = {key for check in distinct for key in check.kept}
     untouched -= {key for check in distinct for key in check.loaded}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
@@ -106,16 +91,11 @@ def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
 
 
 class _Findings:
-    """Findings of all ranks, each once.
+    """Findings of all ranks, each once, of their different checks."""
 
-    Args:
-        checks: Different checks of the ranks.
-        own: Comparison of the coordinator.
-        thinned: Top-level keys of entries that retention deleted.
-    """
-
-    def __init__(self, checks: Iterable[StateCheck], own: Comparison, thinned: Collection[str]) -> None:
-        checks = list(checks)
+    def __init__(
+        self, checks: Sequence[StateCheck], own: Comparison, empty_places: Collection[str], thinned: Collection[str]
+    ) -> None:
         missing = list(dict.fromkeys(name for check in checks for name in check.missing))
         self._thinned = [name for name in missing if _top(name) in thinned]
         self._missing = [name for name in missing if _top(name) not in thinned]
@@ -131,16 +111,23 @@ class _Findings:
         self._saved_tops = set(map(_top, own.entries))
         self._state_tops = {key for check in checks for key in (*check.loaded, *check.kept)}
         self._is_state_empty = not (own.sources or own.kept or self._state_tops or missing)
+        self._is_nothing_loaded = not any(check.loads for check in checks)
         self._renames = find_key_renames(
             [name for name in self._missing if _top(name) not in self._saved_tops],
             [name for name in shared if _top(name) not in self._state_tops],
         )
+        # What no key with another name explains.
+        renamed = {saved for found in self._renames.values() for saved in found}
+        self._lost = [name for name in self._missing if _top(name) not in self._renames]
+        self._new = [name for name in self._unexpected if _top(name) not in renamed]
+        self._empty_places = empty_places
+        self._places = self._find_places()
 
-    def is_error(self, selection: Selection) -> bool:
+    def is_error(self, options: LoadOptions) -> bool:
         """Return whether the options forbid a load."""
-        is_missing = selection.missing == "error" and (self._missing or self._thinned)
-        is_unexpected = selection.unexpected == "error" and self._unexpected
-        return bool(is_missing or is_unexpected or self._empty or self._misfits)
+        is_missing = options.missing == "error" and (self._missing or self._thinned)
+        is_unexpected = options.unexpected == "error" and self._unexpected
+        return bool(is_missing or is_unexpected or self._empty or self._misfits or self._is_nothing_loaded)
 
     def counts(self) -> dict[str, int | None]:
         """Return the number of findings of each kind; None for none."""
@@ -163,7 +150,7 @@ class _Findings:
         parts += self._rename_hints()
         return " ".join(parts)
 
-    def describe(self, *, empty_places: Collection[str], is_nothing_loaded: bool) -> str:
+    def describe(self) -> str:
         """Return the message: a line for each kind of finding."""
         lines = ["The checkpoint does not fit the state; nothing was loaded."]
         if self._is_state_empty:
@@ -171,26 +158,26 @@ class _Findings:
                 "The state has no values. Put into it what to load, under the keys of the checkpoint: "
                 '{"model": model, "optim": optimizer}, or training_state(model=model, optimizer=optimizer).'
             )
-        elif is_nothing_loaded:
+        elif self._is_nothing_loaded:
             lines.append("No value of the state would be loaded.")
         lines += self._rename_hints()
-        missing, unexpected = self._unexplained()
         if self._thinned:
             keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
             lines.append(
                 f"{_count(self._thinned)} missing because retention deleted them (thinned): {keys}. Restore a newer "
                 "step, or leave them out of the state."
             )
-        if missing:
-            lines.append(f"{_count(missing)} missing in the checkpoint: {self._listed_missing(missing, is_near=True)}")
+        if self._lost:
+            names = self._listed_missing(self._lost, is_near=True)
+            lines.append(f"{_count(self._lost)} missing in the checkpoint: {names}")
         if self._empty:
             text = f"{_count(self._empty)} on the meta device, with no value to keep: {_listed(self._empty)}"
             lines.append(f"{text}. Allocate them, or load them.")
-        if unexpected:
-            count = _count(unexpected, is_bounded=False)
-            lines.append(f"{count} unexpected, not in the state: {self._listed_unexpected(unexpected)}")
-            for place, below in self._places(empty_places).items():
-                kind = "empty" if place in empty_places else "one value"
+        if self._new:
+            count = _count(self._new, is_bounded=False)
+            lines.append(f"{count} unexpected, not in the state: {self._listed_unexpected(self._new)}")
+            for place, below in self._places.items():
+                kind = "empty" if place in self._empty_places else "one value"
                 count = _count(below, is_bounded=False)
                 lines.append(f"{_shown(place)} is {kind} in the state, and the checkpoint has {count} below it.")
         for kind in ("shape", "dtype", "kind"):
@@ -200,44 +187,36 @@ class _Findings:
                 lines.append(f"{_count(found)} of another {kind}: {_joined(texts, len(found))}")
         return "\n".join(lines)
 
-    def advice(self, empty_places: Collection[str], *, is_nothing_loaded: bool) -> dict[str, str]:
+    def advice(self) -> dict[str, str]:
         """Return the options that allow the findings, as the advice of an error."""
-        missing, unexpected = self._unexplained()
         options = {}
         exclude = 'exclude="pattern" leaves values as they are, whether saved or not'
-        places = self._places(empty_places)
-        grown = {place: below for place, below in places.items() if not _is_optimizers(place, below)}
-        if len(grown) < len(places):
+        grown = {place: below for place, below in self._places.items() if not _is_optimizers(place, below)}
+        if len(grown) < len(self._places):
             options["state"] = (
                 "an optimizer has no state before its first step: put the optimizer itself into the state, or use "
                 "torch's get_optimizer_state_dict"
             )
-        if missing or self._thinned:
+        if self._lost or self._thinned:
             options["missing"] = 'missing="keep" keeps what the state has'
-        if unexpected:
+        if self._new:
             options["unexpected"] = 'unexpected="ignore" leaves out what the state lacks'
-        if missing and unexpected:
+        if self._lost and self._new:
             options["rename"] = (
                 'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
             )
         if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
             options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
-        rest = {*missing, *unexpected, *self._misfits, *self._thinned, *self._empty}.difference(grown, *grown.values())
-        if grown and not rest and not is_nothing_loaded:
+        found = {*self._lost, *self._new, *self._misfits, *self._thinned, *self._empty}
+        if grown and not found.difference(grown, *grown.values()) and not self._is_nothing_loaded:
             first = next(iter(grown))
             place = _shown(first)
-            pattern = f'"{place}.*"' if first in empty_places else f'["{place}", "{place}.*"]'
+            pattern = f'"{place}.*"' if first in self._empty_places else f'["{place}", "{place}.*"]'
             exclude = (
                 f'exclude={pattern} restores the rest, dcp_remote.load(…, keys="{place}.*") returns these values, and '
                 "a dict, list or object that grows comes back whole if Opaque(...) is around it when it is saved"
             )
         return options | {"exclude": exclude}
-
-    def _unexplained(self) -> tuple[list[str], list[str]]:
-        """Return the missing and the unexpected names, without those of a key that has another name."""
-        explained = {saved for found in self._renames.values() for saved in found}
-        missing = [name for name in self._missing if _top(name) not in self._renames]
-        return missing, [name for name in self._unexpected if _top(name) not in explained]
 
     def _rename_hints(self) -> list[str]:
         pairs = {
@@ -254,9 +233,9 @@ class _Findings:
             hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
         return hints
 
-    def _places(self, empty_places: Collection[str]) -> dict[str, list[str]]:
+    def _find_places(self) -> dict[str, list[str]]:
         """Return the values of the checkpoint below each empty dict and each single value of the state, if any."""
-        places: dict[str, list[str]] = {place: [] for place in (*empty_places, *self._missing)}
+        places: dict[str, list[str]] = {place: [] for place in (*self._empty_places, *self._missing)}
         for name in self._unexpected:
             for place in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
                 if place in places:
@@ -282,13 +261,7 @@ def _count(found: Sequence[object], *, is_bounded: bool = True) -> str:
 def _listed(
     names: Sequence[str], *, whole: Collection[str] = (), near: Callable[[str], list[str]] | None = None
 ) -> str:
-    """Return names as a text: the first ones, with those near them, and one text for all names of a whole key.
-
-    Args:
-        names: Names.
-        whole: Top-level keys of which all names are here.
-        near: Function that returns similar names.
-    """
+    """Return names as a text: the first ones, with those near them, and one text for all names of a whole key."""
     numbers = Counter(_top(name) for name in names)
     texts: dict[str, int] = {}
     for name in names:

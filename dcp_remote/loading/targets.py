@@ -35,15 +35,9 @@ _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class TensorTarget:
-    """Target for a box of a chunk: a destination tensor of the box's shape.
+    """Target for a box of a chunk: a destination tensor of the box's shape, resolved when the first bytes need it.
 
-    Args:
-        manifest: Manifest of the checkpoint.
-        tensor: Number of the tensor.
-        chunk: Number of the chunk.
-        box: Box relative to the chunk; not empty.
-        resolve: Function that returns the destination; called once, when the first bytes need it.
-        commit: Callback with the destination when it is complete.
+    The box is relative to the chunk, and not empty. `commit` gets the destination when it is complete.
     """
 
     def __init__(
@@ -54,9 +48,9 @@ class TensorTarget:
         chunk: int,
         box: Box,
         resolve: Callable[[], torch.Tensor],
-        commit: Callable[[torch.Tensor], None],
+        commit: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Derive the want and store the arguments; `resolve` is not called yet."""
+        """Derive the want and store the arguments."""
         self._name = manifest.tensors.names[tensor]
         self._sizes = manifest.tensors.sizes_of(chunk)
         self._box = box
@@ -111,7 +105,8 @@ class TensorTarget:
             # torch did not see the writes into memory, so autograd has to be told that saved values are stale.
             increment_version(destination)
         self._destination = self._memory = None
-        self._commit(destination)
+        if self._commit is not None:
+            self._commit(destination)
 
     def _resolve_once(self) -> torch.Tensor:
         """Return the destination; on the first call it is resolved and checked."""
@@ -137,20 +132,13 @@ class TensorTarget:
 
 
 class BytesTarget:
-    """Target for a whole object or stream: a fresh buffer.
+    """Target for a whole object or stream: a fresh buffer, given to `done` when it is complete, which may keep it."""
 
-    Args:
-        name: Name of the object or tensor, for errors.
-        want: Want that covers all of its pieces.
-        length: Length in bytes.
-        done: Callback with the buffer when it is complete; may keep it.
-    """
-
-    def __init__(self, name: str, want: Want, *, length: int, done: Callable[[memoryview], None]) -> None:
+    def __init__(self, manifest: Manifest, name: str, want: Want, done: Callable[[memoryview], None]) -> None:
         """Store the arguments; the buffer is allocated when the first bytes need it."""
         self.want = want
         self._name = name
-        self._length = length
+        self._length = int(manifest.pieces.length[want.piece_first : want.piece_stop].sum())
         self._done = done
         self._data: memoryview | None = None
 
@@ -184,12 +172,7 @@ class BytesTarget:
 def make_object_targets(
     manifest: Manifest, name: str, deliver: Callable[[object], None], *, allow_pickle: bool
 ) -> list[Target]:
-    """Make the target that reads an object; none if the manifest holds the object, which is delivered at once then.
-
-    Raises:
-        InvalidArgumentError: The checkpoint has no object of this name.
-        UnsafeObjectError: The manifest holds the object, which needs code to load, and `allow_pickle` is False.
-    """
+    """Make the target that reads an object; none if the manifest holds the object, which is delivered at once then."""
     if name in manifest.inline:
         value = decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle)
         deliver(unwrap_marked(value))
@@ -204,7 +187,7 @@ def make_object_targets(
         deliver(unwrap_marked(value))
 
     want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
-    return [BytesTarget(name, want, length=want_bytes(manifest, want), done=done)]
+    return [BytesTarget(manifest, name, want, done)]
 
 
 def make_tensor_target(
@@ -217,17 +200,13 @@ def make_tensor_target(
     commit: Callable[[torch.Tensor], None],
     allow_pickle: bool,
 ) -> Target:
-    """Make the target that reads a box of a chunk; a chunk that is stored as a stream is read whole, then cut.
-
-    The arguments are those of `TensorTarget`; `allow_pickle` allows streams that need code to decode.
-    """
+    """Make the target that reads a box of a chunk; a chunk that is stored as a stream is read whole, then cut."""
     kind = manifest.tensors.kind_of(tensor)
     if kind.encoding == RAW:
         return TensorTarget(manifest, tensor=tensor, chunk=chunk, box=box, resolve=resolve, commit=commit)
-    name, sizes = manifest.tensors.names[tensor], manifest.tensors.sizes_of(chunk)
+    name = manifest.tensors.names[tensor]
 
-    def done(data: memoryview) -> None:
-        source = decode_tensor(name, kind.encoding, data, dtype=kind.dtype, sizes=sizes, allow_pickle=allow_pickle)
+    def copy(source: torch.Tensor) -> None:
         destination = resolve()
         require_writable(name, destination, layout=stored_layout(kind))
         try:
@@ -239,8 +218,21 @@ def make_tensor_target(
             raise _copy_error(name, destination, source, error) from error
         commit(destination)
 
-    want = Want(int(manifest.tensors.piece_first[chunk]), int(manifest.tensors.piece_first[chunk + 1]), None)
-    return BytesTarget(name, want, length=want_bytes(manifest, want), done=done)
+    return make_stream_target(manifest, tensor=tensor, chunk=chunk, deliver=copy, allow_pickle=allow_pickle)
+
+
+def make_stream_target(
+    manifest: Manifest, *, tensor: int, chunk: int, deliver: Callable[[torch.Tensor], None], allow_pickle: bool
+) -> Target:
+    """Make the target that reads a chunk that is stored as a stream, and delivers it as a tensor on the CPU."""
+    tensors = manifest.tensors
+    name, kind, sizes = tensors.names[tensor], tensors.kind_of(tensor), tensors.sizes_of(chunk)
+
+    def done(data: memoryview) -> None:
+        deliver(decode_tensor(name, kind.encoding, data, dtype=kind.dtype, sizes=sizes, allow_pickle=allow_pickle))
+
+    want = Want(int(tensors.piece_first[chunk]), int(tensors.piece_first[chunk + 1]), None)
+    return BytesTarget(manifest, name, want, done)
 
 
 def stored_layout(kind: TensorKind) -> str:
@@ -249,11 +241,7 @@ def stored_layout(kind: TensorKind) -> str:
 
 
 def require_writable(name: str, destination: torch.Tensor, *, layout: str) -> None:
-    """Check that a tensor of this layout can be copied into a template; torch's own errors name no tensor.
-
-    Raises:
-        InvalidArgumentError: The template has another layout, an expanded dimension, or no memory.
-    """
+    """Check that a tensor of this layout can be copied into a template; torch's own errors name no tensor."""
     found = str(destination.layout).removeprefix("torch.")
     if found != layout:
         raise InvalidArgumentError(
@@ -300,8 +288,3 @@ def _copy_error(
         template=f"{dtype_name(destination.dtype)} {tuple(destination.shape)}",
         cause=cause,
     )
-
-
-def want_bytes(manifest: Manifest, want: Want) -> int:
-    """Return the number of bytes of all pieces of a want."""
-    return int(manifest.pieces.length[want.piece_first : want.piece_stop].sum())

@@ -19,10 +19,10 @@ from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError
-from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.preemption import Preemption
-from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import SaveReport
+from dcp_remote.manager.save_planning import Task
 
 logger = logging.getLogger(__name__)
 
@@ -45,36 +45,20 @@ _FINISH_SECONDS = 60.0
 _FINISH_FAILED_SECONDS = 5.0
 
 
-def _no_end() -> float:
-    return math.inf
-
-
 class BackgroundSave:
     """One save: `start` begins it, `result` waits for it, `abandon` gives it up.
 
-    Args:
-        collective: Collective operation of the save, prepared by all ranks.
-        ranks: Ranks that save together.
-        saver: Rank's part of the save.
-        coordinator: Coordinator's part; None on other ranks.
-        before: Previous save, whose result is known; its thread may be stuck.
-
-    Attributes:
-        begun: Event that is set once all ranks have come with their states and the run takes the step, or the save has
-            a result.
+    `before` is the previous save, whose result is known, and whose thread may be stuck. `begun` is set once all ranks
+    have come with their states and the run takes the step, or the save has a result. `left_seconds` of the methods
+    gives the seconds until this process is killed.
     """
 
     def __init__(
-        self,
-        collective: Collective,
-        ranks: RankGroup,
-        saver: RankSaver,
-        coordinator: Coordinator | None,
-        before: BackgroundSave | None,
+        self, collective: Collective, ranks: RankGroup, saver: RankSaver, before: BackgroundSave | None
     ) -> None:
         """Store the arguments; no thread is started yet."""
-        self._collective, self._ranks, self._saver, self._coordinator = collective, ranks, saver, coordinator
-        self._before = before
+        self._collective, self._ranks, self._saver, self._before = collective, ranks, saver, before
+        self.what = collective.what  # name of the save in messages: "the save of step 100"
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
@@ -84,15 +68,8 @@ class BackgroundSave:
         self._is_awaited = False
 
     def start(self, task: Task) -> None:
-        """Begin the save in a thread. If this method raises, call `abandon`.
-
-        Args:
-            task: State to save, with its labels and deadline.
-
-        Raises:
-            RuntimeError: No thread can be started.
-        """
-        self._task, self._step = task, task.labels.step
+        """Begin the save in a thread. If this method raises, as when no thread can be started, call `abandon`."""
+        self._task, self.step = task, task.labels.step
         # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
         threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
 
@@ -107,25 +84,12 @@ class BackgroundSave:
         return self._ended.is_set()
 
     @property
-    def step(self) -> int:
-        """Step of the save; known once it was started."""
-        return self._step
-
-    @property
-    def what(self) -> str:
-        """Name of the save in messages: "the save of step 100"."""
-        return self._collective.what
-
-    @property
     def remaining_seconds(self) -> float:
         """Seconds until the deadline of the save."""
         return self._collective.deadline.remaining_seconds()
 
-    def result(self, left_seconds: Callable[[], float] = _no_end) -> SaveReport:
+    def result(self, left_seconds: Callable[[], float]) -> SaveReport:
         """Wait for the report of the save.
-
-        Args:
-            left_seconds: Gives the seconds until this process is killed.
 
         Raises:
             DcpRemoteError: The save failed, or was given up.
@@ -136,12 +100,8 @@ class BackgroundSave:
         assert self._report is not None, "settled without an error"
         return self._report
 
-    def wait_until_begun(self, left_seconds: Callable[[], float] = _no_end) -> None:
-        """Wait until all ranks have come with their states and the run takes the step, or the save has failed.
-
-        Args:
-            left_seconds: Gives the seconds until this process is killed.
-        """
+    def wait_until_begun(self, left_seconds: Callable[[], float]) -> None:
+        """Wait until all ranks have come with their states and the run takes the step, or the save has failed."""
         self._wait_for(self.begun, left_seconds)
 
     def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
@@ -176,13 +136,8 @@ class BackgroundSave:
     def abandon(self, error: BaseException) -> bool:
         """Give the save up, because the calling `save` raises and its caller may change the state; commit nothing.
 
-        A save whose commit has begun reads the state no more, and goes on.
-
-        Args:
-            error: Error that the call raises; the other ranks are told.
-
-        Returns:
-            True if a thread has begun the save.
+        A save whose commit has begun reads the state no more, and goes on. The other ranks are told the error. Returns
+        True if a thread has begun the save.
         """
         if self._leaves.acquire(blocking=False):
             self._error = error
@@ -196,11 +151,7 @@ class BackgroundSave:
         return True
 
     def finish(self, seconds: float = _FINISH_SECONDS) -> None:
-        """Wait until the thread has ended and old checkpoints are deleted.
-
-        Args:
-            seconds: Time after which the deletion is told to stop; at most a minute.
-        """
+        """Wait until the thread has ended and old checkpoints are deleted; then the deletion is told to stop."""
         deadline = Deadline(min(seconds, _FINISH_SECONDS if self._error is None else _FINISH_FAILED_SECONDS))
         try:
             self._ended.wait(deadline.remaining_seconds())
@@ -235,40 +186,30 @@ class BackgroundSave:
             self._report = self._saved()
         except BaseException as error:  # noqa: BLE001  # raised by `result`
             # An interval may be hours long, and the error is raised only at its end.
-            if self._error is None and self._coordinator is not None and not self._is_awaited:
+            if self._error is None and self._ranks.is_coordinator and not self._is_awaited:
                 text = "%s has failed; the next save, wait or close raises this error: %s"
                 logger.error(text, self.what, error)  # noqa: TRY400  # its traceback comes when it is raised
             self._error = self._error or error
             operation.fail(error)
         else:
             # A report covers all ranks: only the coordinator's telemetry records it.
-            operation.end(self._report if self._coordinator is not None else None)
+            operation.end(self._report if self._ranks.is_coordinator else None)
         # Frees the copy of the state, because the next save makes another.
         del self._task
         self._settle()
 
 
 class BackgroundSaves:
-    """Saves of one rank, one after another.
-
-    Args:
-        url: URL of the run, for the log.
-        preemption: Preemption of the manager, which bounds waiting by the time before the process is killed.
-        is_requesting: Returns whether a request to the store is under way.
-
-    Attributes:
-        report: Report of the last save that was committed and waited for.
-        newest: Last save that was begun; it may still be deleting old checkpoints.
-    """
+    """Saves of one rank, one after another."""
 
     def __init__(self, url: str, preemption: Preemption, is_requesting: Callable[[], bool]) -> None:
-        """Begin without a save."""
+        """Begin without a save. `is_requesting` returns whether a request to the store is under way."""
         self._url = url
         self._preemption = preemption
         self._is_requesting = is_requesting
         self._under_way: BackgroundSave | None = None  # until `wait` has given its result
-        self.report: SaveReport | None = None
-        self.newest: BackgroundSave | None = None
+        self.report: SaveReport | None = None  # of the last save that was committed and waited for
+        self.newest: BackgroundSave | None = None  # last save that was begun; it may be deleting old checkpoints
 
     @property
     def step(self) -> int | None:
@@ -319,10 +260,9 @@ class BackgroundSaves:
     def close(self, error: BaseException | None) -> None:
         """Wait for the save under way, and for its deletion of old checkpoints.
 
-        Args:
-            error: Error that ended the block of the manager, or the process. Python may show it only after the wait,
-                during which a launcher may kill the process; so this method logs it, and what it waits for, before it
-                waits. Without an error, the next Ctrl-C does that. A Ctrl-C after the line gives the save up.
+        Python may show the error that ended the block of the manager, or the process, only after the wait, during which
+        a launcher may kill the process; so this method logs it, and what it waits for, before it waits. Without an
+        error, the next Ctrl-C does that. A Ctrl-C after the line gives the save up.
 
         Raises:
             DcpRemoteError: The save failed.
@@ -371,10 +311,8 @@ class BackgroundSaves:
 class AtExit:
     """Close a manager when the process ends, if its user has not.
 
-    Args:
-        url: URL of the run, for the log.
-        close: Closes the manager, given the error that ends the process, or None: waits for its last save, and raises
-            the error of that save.
+    `close` gets the error that ends the process, or None; it waits for the last save, and raises the error of that
+    save.
     """
 
     def __init__(self, url: str, close: Callable[[BaseException | None], None]) -> None:

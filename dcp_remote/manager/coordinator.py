@@ -12,7 +12,7 @@ from typing import Any
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
-from dcp_remote.run.background_maintenance import BackgroundMaintenance
+from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.lookup import read_manifest_at
 from dcp_remote.run.retention import ChooseToDelete, Retention
@@ -30,58 +30,33 @@ _WAIT_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Answer to the ranks: the save was committed.
-
-    Attributes:
-        save_id: Identity of the save.
-        manifest: Key of its manifest.
-        total_bytes: Size of the shards that the manifest names.
-        left_out: Keys of shards that were uploaded, and that the manifest does not name.
-    """
+    """Answer to the ranks: the save was committed."""
 
     save_id: str
-    manifest: str
-    total_bytes: int
-    left_out: frozenset[str]
+    manifest: str  # key
+    total_bytes: int  # of the shards that the manifest names
+    left_out: frozenset[str]  # keys of shards that were uploaded, and that the manifest does not name
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Answer to the ranks: this step was saved before, and the checkpoint has the names and metrics of this save.
-
-    Attributes:
-        entry: Entry of the checkpoint.
-        is_doubtful: True if the save did not say `exist_ok`: the checkpoint stays only if the state has its structure,
-            and is given nothing.
-    """
+    """Answer to the ranks: this step was saved before, and the checkpoint has the names and metrics of this save."""
 
     entry: Entry
+    # True if the save did not say `exist_ok`: the checkpoint stays only if the state has its structure, and is given
+    # nothing.
     is_doubtful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Answer to the ranks: nothing was committed, and the save begins again.
+    """Answer to the ranks: nothing was committed, and the save begins again."""
 
-    Attributes:
-        why: Reason, for the log.
-    """
-
-    why: str
+    why: str  # for the log
 
 
 class Coordinator:
-    """Coordinator's part of the saves of one manager.
-
-    Args:
-        store: Store, opened at the run.
-        job: Job's session with the run.
-        retention: Rules by which old checkpoints are deleted, or a function of the user; None keeps all.
-        dedup: True if shards of earlier checkpoints are reused.
-
-    Attributes:
-        background_maintenance: Thread that deletes what a commit or a failed save leaves.
-    """
+    """Coordinator's part of the saves of one manager, into the run at which the store is opened."""
 
     def __init__(
         self, store: CountingStore, job: JobSession, *, retention: Retention | ChooseToDelete | None, dedup: bool
@@ -90,8 +65,9 @@ class Coordinator:
         self._store = store
         self._job = job
         self._dedup = dedup
-        # Uncounted, because its requests belong to no save, although they run beside one.
-        self.background_maintenance = BackgroundMaintenance(store.uncounted, retention)
+        # Deletes what a commit or a failed save leaves. Uncounted, because its requests belong to no save, although
+        # they run beside one.
+        self.background_maintenance = BackgroundDeletions(store.uncounted, retention)
 
     def resume_from(self, step: int) -> None:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
@@ -102,10 +78,8 @@ class Coordinator:
     ) -> SaveTicket | Labelled:
         """Begin a save of all ranks; or return the checkpoint that this job has at the step, labelled with `exist_ok`.
 
-        Args:
-            notes: Labels of all ranks by rank; those of the coordinator count.
-            collective: Collective operation of the save.
-            borrow: True if shards of an earlier checkpoint may be reused.
+        `notes` are the labels of all ranks; those of the coordinator count. With `borrow`, shards of an earlier
+        checkpoint may be reused.
 
         Raises:
             InvalidArgumentError: Ranks save different steps.
@@ -134,12 +108,7 @@ class Coordinator:
         """Refuse to keep a checkpoint in place of a save that gives a new name, or has a state of another structure.
 
         Values of single ranks (`PerRank`) are not compared: their number may have changed. One GET, of the manifest.
-
-        Args:
-            entry: Entry of the checkpoint.
-            note: Labels of the save.
-            described: Entries of the state on each rank, as of `describe_entries`.
-            collective: Collective operation of the save.
+        `described` has the entries of the state on each rank, as of `describe_entries`.
 
         Raises:
             CheckpointExistsError: The save differs from the checkpoint.
@@ -184,7 +153,7 @@ class Coordinator:
         self.background_maintenance.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
         collective.set_activity("committing")
         collective.begin_commit()
-        put = [key for report in reports for key in report.shards.keys[: report.put]]
+        put = [key for report in reports for key in report.put_keys]
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
@@ -213,10 +182,7 @@ class Coordinator:
     def failed(self, begun: SaveTicket, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
         """Delete the objects of a save that failed, as soon as it is certain that it was not committed.
 
-        Args:
-            begun: Ticket of the save.
-            put: Keys of its shards.
-            replaced: Entries that the catalog had at its step before.
+        `put` has the keys of its shards; `replaced`, the entries that the catalog had at its step before.
         """
         run = begun.run
         entry = Entry(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.optim import Optimizer
 
 from dcp_remote.serialization.files import Files
+from dcp_remote.serialization.leaves import Leaf, Path, is_flattened, iterate_leaves, value_at
 from dcp_remote.serialization.module_state import (
     ModelState,
     OptimizerState,
@@ -36,45 +36,37 @@ class FirstSave:
     again. Only what is certain is reported: dicts, lists, tensors and objects (by their `state_dict`) that have other
     names, shapes or dtypes after training than before, and optimizers that can make no states to load into. Nothing is
     run for it but `state_dict`, and no message is sent.
-
-    Args:
-        url: URL of the run, for the log.
     """
 
     def __init__(self, url: str) -> None:
         """Begin without a state."""
         self._url = url
-        self._at_start: dict[tuple[str, ...], _Outline | Exception] | None = None
+        self._at_start: dict[Path, _Outline | Exception] | None = None
 
     def note_start(self, state: Mapping[str, Any]) -> None:
         """Note the names of the state of a restore that found no checkpoint; the same call on all ranks."""
-        self._at_start = {path: _try_outline(value) for path, value in _iterate_objects(state)}
+        self._at_start = {leaf.path: _try_outline(leaf.value) for leaf in _find_objects(state)}
 
     def forget_start(self) -> None:
         """Note that the program has restored a checkpoint, or has saved: there is nothing to check."""
         self._at_start = None
 
     def check(self, state: Mapping[str, Any], saved: Mapping[str, Any], *, is_coordinator: bool) -> None:
-        """Warn, once, of what the same program could not restore.
-
-        Args:
-            state: State that is saved, as the user gave it.
-            saved: Values of the state, as they are saved.
-            is_coordinator: True on the rank that writes the log.
-        """
+        """Warn, once, of what the same program could not restore; `saved` are the values of the user's state."""
         at_start, self._at_start = self._at_start, None
         if at_start is None or not is_coordinator:
             return
-        for path, value in _iterate_objects(state):
-            found = _difference(at_start[path], _outline(_value_at(saved, path))) if path in at_start else ""
-            if found:
+        for leaf in _find_objects(state):
+            if leaf.path not in at_start:
+                continue
+            if found := _difference(at_start[leaf.path], _outline(value_at(saved, leaf.keys))):
                 logger.warning(
                     "%s: a new job of this program could not restore %s (%s), which %s. Put Opaque(...) around the "
                     "value, which is then stored whole (one for all ranks; PerRank(...): one of each), or give the "
                     "object a method make_template(names).",
-                    *(self._url, ".".join(path), type(value).__qualname__, found),
+                    *(self._url, leaf.name, type(leaf.value).__qualname__, found),
                 )
-        for optimizer in _iterate_optimizers(state):
+        for optimizer in _find_optimizers(state):
             if needs_closure(optimizer):
                 logger.warning(
                     "%s: a new job of this program could not restore %s, which cannot make states to load into: its "
@@ -83,29 +75,26 @@ class FirstSave:
                 )
 
 
-def _iterate_objects(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values that a restore compares with the saved ones, with their paths; models and optimizers aside."""
-    if isinstance(value, dict | list) and (not path or holds_stateful(value)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        # Sorted as for a save, since `state_dict` may be a collective operation.
-        for key, inner in sorted(items, key=lambda item: str(item[0])):
-            yield from _iterate_objects(inner, (*path, str(key)))
-    elif isinstance(value, nn.Module | ModelState | OptimizerState | Optimizer | PerRank | Opaque | Files):
-        return
-    elif not callable(getattr(value, "make_template", None)):
-        yield path, value
+def _find_objects(state: Mapping[str, Any]) -> list[Leaf]:
+    """Return the values that a restore compares with the saved ones; models and optimizers aside."""
+    found = [
+        leaf
+        for key in state
+        for leaf in iterate_leaves(state[key], (key,), descends=holds_stateful)
+        if not isinstance(leaf.value, nn.Module | ModelState | OptimizerState | Optimizer | PerRank | Opaque | Files)
+        and not callable(getattr(leaf.value, "make_template", None))
+    ]
+    # Sorted as for a save, since `state_dict` may be a collective operation.
+    return sorted(found, key=lambda leaf: [*map(str, leaf.path)])
 
 
-def _iterate_optimizers(value: Any) -> Iterator[Optimizer]:
+def _find_optimizers(state: Mapping[str, Any]) -> Iterator[Optimizer]:
     """Yield the optimizers whose states are made by a step before they are loaded."""
-    if isinstance(value, OptimizerState):
-        yield from value.optimizers
-    elif isinstance(value, Optimizer):
-        if not names_parameters_itself(value):
-            yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _iterate_optimizers(inner)
+    for leaf in iterate_leaves(state):
+        if isinstance(leaf.value, OptimizerState):
+            yield from leaf.value.optimizers
+        elif isinstance(leaf.value, Optimizer) and not names_parameters_itself(leaf.value):
+            yield leaf.value
 
 
 def _try_outline(value: Any) -> _Outline | Exception:
@@ -116,17 +105,11 @@ def _try_outline(value: Any) -> _Outline | Exception:
 
 
 def _outline(values: Any) -> _Outline:
-    flat: Mapping[str, Any] = flatten_state_dict(values if isinstance(values, dict) else {"": values})[0]
     return {
-        name.lstrip("."): (value.size(), value.dtype) if isinstance(value, torch.Tensor) else None
-        for name, value in flat.items()
+        leaf.name: (leaf.value.size(), leaf.value.dtype) if isinstance(leaf.value, torch.Tensor) else None
+        for leaf in iterate_leaves(values, descends=is_flattened)
+        if not isinstance(leaf.value, Mapping)  # an empty one, which has no entry
     }
-
-
-def _value_at(values: Any, path: tuple[str, ...]) -> Any:
-    for part in path:
-        values = values[int(part)] if isinstance(values, list) else {str(key): values[key] for key in values}[part]
-    return values
 
 
 def _difference(at_start: _Outline | Exception, saved: _Outline) -> str:

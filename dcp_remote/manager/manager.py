@@ -16,8 +16,6 @@ from typing import Any, Literal, Self, SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import limit_exit_wait
@@ -26,26 +24,25 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
+from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
-from dcp_remote.loading.planner import RemoteLoadPlanner, choose_planner
 from dcp_remote.loading.run_handle import Run
-from dcp_remote.loading.selection import Patterns, Rename
 from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
-from dcp_remote.manager.rank_restore import load_rank
-from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.rank_restore import RankRestore, Request
+from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import LoadReport, SaveReport
-from dcp_remote.manager.save_planning import Replicas
+from dcp_remote.manager.save_planning import Replicas, Task
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
-from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
 from dcp_remote.storage import ObjectStore
@@ -82,7 +79,7 @@ class CheckpointManager:
 
     `save` copies the state and returns; a thread uploads the shards and commits the checkpoint. One save is under way
     at a time: the next `save` waits for it, and raises its error. Every rank calls `save`, `restore`, `should_save` and
-    `reached_preemption`, in the same order; any rank may call the other methods.
+    `reached_preemption`, in the same order; any rank may call the methods of `run`.
 
     A save ends by its deadline on every rank that lives: with a commit, or with an error that names the rank, the
     shard and the cause. A rank that does not call `save` within `arrival_seconds` of the others, as under
@@ -102,8 +99,8 @@ class CheckpointManager:
     once of each name: of buffers at level INFO, since under DDP each forward pass makes statistics differ.
 
     The first save of a job takes the fence: jobs that were started earlier can commit, delete, name and pin nothing
-    more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `delete`, or when a save replaces
-    them.
+    more, and raise `FencedError`. Checkpoints are deleted only by `retention` and `run.delete`, or when a save
+    replaces them.
 
     Args:
         url: URL of the run: `s3://bucket/prefix`, `gs://…`, `az://…`, `file:///…`, a path, `memory://name` (one process
@@ -119,7 +116,7 @@ class CheckpointManager:
         replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
             buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor, whole:
             for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts. Never compared are
-            tensors of a subclass other than `DTensor`, and all tensors under a planner with methods of its own.
+            tensors of a subclass other than `DTensor`.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.
@@ -288,7 +285,6 @@ class CheckpointManager:
         user: Mapping[str, Any] | None = None,
         overwrite: bool = False,
         exist_ok: bool | None = None,
-        planner: SavePlanner | None = None,
         wait: bool | Literal["begun"] = False,
     ) -> None:
         """Save a state in the background; called by every rank.
@@ -322,10 +318,6 @@ class CheckpointManager:
                 or random states, is not saved, nor are other metrics. A state with other names, shapes or dtypes than
                 the checkpoint is refused, and so is a name that the checkpoint does not have; costs two GETs. False
                 refuses each step that is live. The coordinator's argument counts.
-            planner: Planner of torch; None is `DefaultSavePlanner()`. A planner with methods of its own plans each save
-                anew; replicas are written by one rank, and their values are not compared: where ranks differ, the
-                planner decides whose are saved, and no error says so. torch's plan cache (`enable_plan_caching`) is not
-                used.
             wait: True to return only when the checkpoint is committed. The state is then not copied. "begun" to return
                 when every rank has called `save` and copied its state, and the run takes the step: an error of any rank
                 until then, and one that does not come, is raised by this call on all ranks. Every loop that would wait
@@ -366,9 +358,7 @@ class CheckpointManager:
             waiting_seconds = time.monotonic() - called_seconds
             seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
             collective = self._prepare(f"the save of step {step}", seconds=seconds)
-            background_save = BackgroundSave(
-                collective, self._ranks, self._saver, self._coordinator, before=self._background_saves.newest
-            )
+            background_save = BackgroundSave(collective, self._ranks, self._saver, before=self._background_saves.newest)
             self._ranks.begin(collective)
             with operation.phase("staging"):
                 roles = TensorRoles()
@@ -376,7 +366,7 @@ class CheckpointManager:
             task = Task(
                 labels=labels,
                 state=copied,
-                planner=planner if planner is not None else DefaultSavePlanner(),
+                planner=self._make_planner(),
                 user=noted,
                 called_seconds=called_seconds,
                 waiting_seconds=waiting_seconds,
@@ -416,7 +406,6 @@ class CheckpointManager:
         dtype: Literal["error", "convert"] = "error",
         must_exist: bool = False,
         go_on: bool = True,
-        planner: LoadPlanner | None = None,
     ) -> int | None:
         """Load a checkpoint into a state, in place; called by every rank, at any world size.
 
@@ -453,7 +442,6 @@ class CheckpointManager:
             dtype: "convert" to convert tensors to the dtypes of the state, unless more than precision would be lost.
             must_exist: True to raise where there is no checkpoint, instead of starting from nothing.
             go_on: False to change nothing of the run: the next save goes on from where the job was.
-            planner: Planner of torch in place of these options; None is a `RemoteLoadPlanner` with them.
 
         Returns:
             The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged, and a
@@ -468,8 +456,7 @@ class CheckpointManager:
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.
-            InvalidArgumentError: The step or an option has a wrong value, or matches nothing; or there is a planner as
-                well.
+            InvalidArgumentError: The step or an option has a wrong value, or matches nothing.
             DcpRemoteError: Another rank failed, fell silent or did not come, and is named; or `timeout_seconds` have
                 passed.
         """
@@ -477,14 +464,8 @@ class CheckpointManager:
         if step is not None:
             require_step_or_name(step)
             step = as_step(step)
-        planner = choose_planner(
-            planner,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            missing=missing,
-            unexpected=unexpected,
-            dtype=dtype,
+        options = LoadOptions(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
         )
         self._preemption.forget_expired_notice()
         self.wait()
@@ -505,21 +486,17 @@ class CheckpointManager:
                 self._schedule.count_restore()
             is_coordinator = self._ranks.is_coordinator
             with collective, start_progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
-                self._last_load = load_rank(
+                self._last_load = RankRestore(
                     self._ranks,
                     collective,
                     self._store,
-                    as_state(state),
-                    step=step,
-                    planner=planner,
-                    operation=operation,
+                    Request(step, options, must_exist=must_exist, go_on=go_on),
+                    operation,
+                    progress,
+                    self._rank_sockets,
                     allow_pickle=self._allow_pickle,
                     memory_budget_bytes=self._memory_budget_bytes,
-                    must_exist=must_exist,
-                    go_on=go_on,
-                    progress=progress,
-                    sockets=self._rank_sockets,
-                )
+                ).load(as_state(state))
         except BaseException as error:
             self._ranks.abandon(collective, error)
             if collective.is_unattended:  # ranks that did not come have not counted it
@@ -530,7 +507,7 @@ class CheckpointManager:
             raise
         operation.end(self._last_load)
         if self._last_load is None:
-            if isinstance(planner, RemoteLoadPlanner) and not planner.options:
+            if not options.given:
                 self._first_save.note_start(as_state(state))
             return None
         self._first_save.forget_start()
@@ -596,55 +573,15 @@ class CheckpointManager:
         self._should_stop = self._preemption.reached(step)
         return self._should_stop
 
-    # ---- called by any rank or process; each reads the store anew, and is documented at `Run`, as are errors and costs
+    # ---- called by any rank
 
-    def latest(self) -> CheckpointInfo | None:
-        """Return the newest checkpoint of the run; None if none is committed. One GET; see `Run.latest`."""
-        return self._run.latest()
+    @property
+    def run(self) -> Run:
+        """The run as one process sees it: its checkpoints are listed, named, pinned and deleted by this object.
 
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Return all live checkpoints by ascending step, abandoned ones included. One GET; see `Run.checkpoints`."""
-        return self._run.checkpoints()
-
-    def steps(self) -> list[int]:
-        """Return the steps of all live checkpoints that are not abandoned, ascending. One GET."""
-        return [info.step for info in self._run.checkpoints() if not info.abandoned]
-
-    def best(self, metric: str, *, largest: bool = False) -> CheckpointInfo | None:
-        """Return the checkpoint with the best value of a metric; None if there is none. One GET; see `Run.best`."""
-        return self._run.best(metric, largest=largest)
-
-    def exists(self, step: int | str) -> bool:
-        """Return whether a checkpoint of this step or name is live. One GET; see `Run.exists`."""
-        return self._run.exists(step)
-
-    def user(self, step: int | str | None = None) -> dict[str, Any]:
-        """Return the `user` metadata given when a checkpoint was saved. At most three GETs; see `Run.user`.
-
-        Raises:
-            CheckpointNotFoundError: There is no such checkpoint.
+        Methods of the run that write raise `FencedError` once a newer job owns the run. Any rank may call them.
         """
-        return self._run.user(step)
-
-    def pin(self, step: int | str) -> None:
-        """Exempt a checkpoint from retention, and from being replaced by a job that went back; see `Run.pin`."""
-        self._run.pin(step)
-
-    def unpin(self, step: int | str) -> None:
-        """Remove the pin of a checkpoint; see `Run.unpin`."""
-        self._run.unpin(step)
-
-    def name(self, step: int | str, name: str | Iterable[str], *, move: bool = False) -> None:
-        """Give one or several names to a checkpoint that is live; see `Run.name`. One rank calls this, or all."""
-        self._run.name(step, name, move=move)
-
-    def unname(self, name: str | Iterable[str]) -> None:
-        """Take one or several names from the checkpoints that have them; see `Run.unname`. One rank calls this."""
-        self._run.unname(name)
-
-    def delete(self, step: int | str, *, force: bool = False) -> None:
-        """Delete a checkpoint, unless it is pinned or the newest (`force`); see `Run.delete`. One rank calls this."""
-        self._run.delete(step, force=force)
+        return self._run
 
     @property
     def retention_failures(self) -> int:
@@ -734,6 +671,10 @@ class CheckpointManager:
             return copied
         collective.set_activity("copying the state")
         return self._stager.stage(copied)
+
+    def _make_planner(self) -> RunPlanner:
+        """Return the planner of one save; an import overrides this method with a planner that reads its source."""
+        return RunPlanner()
 
     def _prepare(
         self,

@@ -70,15 +70,10 @@ _NONE = b"none"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Moment:
-    """Moment of a training, at which `reached` was called.
+    """Moment of a training, at which `reached` was called."""
 
-    Attributes:
-        restores: Number of restores before.
-        step: Step; -1 if `reached` was not called yet.
-    """
-
-    restores: int
-    step: int
+    restores: int  # number of restores before
+    step: int  # -1 if `reached` was not called yet
 
     def encode(self) -> bytes:
         """Return the value for the store."""
@@ -96,18 +91,7 @@ _BEGINNING = Moment(0, -1)
 
 
 class Agreement:
-    """Agreement of one rank with the others: no clock, no signal, and no call waits.
-
-    Args:
-        rank: Rank of this process.
-        world_size: Number of ranks that have to agree.
-        name: Prefix of its keys.
-
-    Attributes:
-        round: Number of the round, from 1 on.
-        heard: Set once this rank knows that some rank is asked to stop in this round.
-        settled: Set once the decision of this round is known.
-    """
+    """Agreement of one rank with the others: no clock, no signal, and no call waits. `name` begins all of its keys."""
 
     def __init__(self, rank: int, world_size: int, *, name: str = "preempt") -> None:
         """Begin the first round, in which no rank is asked yet."""
@@ -121,7 +105,7 @@ class Agreement:
         self._last_before = _BEGINNING
         # Moment at which this rank stops, of the last round that came to one.
         self._reached: Moment | None = None
-        self.round = 1
+        self.round = 1  # number of the round
         # Last moment as it was, or is about to be, published.
         self._own: Moment | None = None
         self._is_published = False
@@ -131,8 +115,8 @@ class Agreement:
         self._earliest = _BEGINNING
         # Moments of the other ranks, as far as the coordinator knows them.
         self._moments: dict[int, Moment] = {}
-        self.heard = threading.Event()
-        self.settled = threading.Event()
+        self.heard = threading.Event()  # this rank knows that some rank is asked to stop in this round
+        self.settled = threading.Event()  # the decision of this round is known
 
     @property
     def decided(self) -> Moment | None:
@@ -207,13 +191,9 @@ class Agreement:
     def exchange(self, client: Client, *, notice: int, earliest: Moment | None = None) -> None:
         """Publish and read what is new; called in the heartbeat's thread, again and again.
 
+        `notice` is the round in which this rank was last asked to stop; 0 if it never was. `earliest` is the first
+        moment at which the ranks may stop in that round, the next one by default; only one rank may give a moment.
         Costs one operation as long as no rank is asked.
-
-        Args:
-            client: Client of the heartbeat.
-            notice: Round in which this rank was last asked to stop; 0 if it never was.
-            earliest: First moment at which the ranks may stop in that round; None for the next one. Only one rank may
-                give a moment.
         """
         if self.settled.is_set():
             if not self._is_over() or not (notice > self.round or client.has([self._key("asked", self.round + 1)])):
@@ -287,13 +267,10 @@ class Agreement:
 
 
 class Preemption:
-    """Time to save and stop; made by every rank.
+    """Time to save and stop; made by every rank, for the ranks that stop together.
 
-    Args:
-        ranks: Ranks that stop together.
-        notice_seconds: Seconds from SIGTERM until this job is killed, counted from when this rank heard of the signal;
-            None if that is not known.
-        clock: Monotonic clock, in seconds; an argument for tests.
+    The notice are the seconds from SIGTERM until this job is killed, counted from when this rank heard of the signal;
+    None if that is not known.
     """
 
     def __init__(
@@ -323,10 +300,8 @@ class Preemption:
     def install(self) -> None:
         """Listen for SIGTERM, which from now on does not end this process; done once, however often it is called.
 
-        A handler that was installed before, in Python, is called as well, after this one; see `Sigterm`.
-
-        Raises:
-            InvalidArgumentError: This is not the main thread, where Python allows it.
+        A handler that was installed before, in Python, is called as well, after this one; see `Sigterm`. Python allows
+        it in the main thread alone.
         """
         self._ranks.start_heartbeat()
         if self.record_signal in SIGTERM:
@@ -569,13 +544,8 @@ def wait_for_decision(
 ) -> bool:
     """Wait until the round is settled; return whether it is. A rank that gives up says so before it goes on.
 
-    Args:
-        agreement: Agreement of this rank.
-        heartbeat: Heartbeat whose thread exchanges for the agreement.
-        seconds: Seconds after which this rank gives up.
-        left_seconds: Returns the seconds left for work before this process is killed.
-        look: Called again and again while this rank waits.
-        clock: Monotonic clock, in seconds.
+    It gives up after so many seconds. `left_seconds` returns those left for work before this process is killed; `look`
+    is called again and again meanwhile. The thread of the heartbeat exchanges for the agreement.
     """
     number, end = agreement.round, clock() + seconds
     while not agreement.settled.wait(0.05) and clock() < end and heartbeat.gone is None:

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 RandomSource: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
-_Restore: TypeAlias = Callable[[], object]
+# Holds the state of numpy's global functions, which are its methods.
+_NUMPY: np.random.RandomState = np.random.mtrand._rand
 
 _KEYS = frozenset({"python", "numpy", "torch", "cuda", "generators"})
 
@@ -75,9 +76,9 @@ class RandomStates:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all current states; later draws do not change them."""
         return {
-            "python": _python_state(random),
-            "numpy": _copy_global_numpy(),
-            "torch": torch.get_rng_state().numpy().copy(),
+            "python": _state(random),
+            "numpy": _state(_NUMPY),
+            "torch": _state(torch.default_generator),
             "cuda": _cuda_states(),
             "generators": tuple((name, _kind(source), _state(source)) for name, source in self._generators.items()),
         }
@@ -98,106 +99,50 @@ class RandomStates:
         """
         if state_dict.get("cuda") is not None and torch.cuda.is_available():
             torch.cuda.init()
-        mismatches: list[str] = []
+        # Every state is checked before any is restored, so that an error changes nothing.
+        restore = _Restore()
         try:
             if state_dict.keys() != _KEYS:
                 raise KeyError(f"expected {sorted(_KEYS)}, found {sorted(state_dict)}")
-            # Every state is checked before any is restored, so that an error changes nothing.
-            restores: list[_Restore] = [
-                _prepare_python(random, state_dict["python"]),
-                _prepare_global_numpy(state_dict["numpy"], mismatches),
-                partial(torch.set_rng_state, _checked_torch(state_dict["torch"], torch.Generator())),
-                *_prepare_cuda(state_dict["cuda"], mismatches),
-                *self._prepare_generators(state_dict["generators"], mismatches),
-            ]
+            restore.add("python", random, state_dict["python"])
+            restore.add_numpy(state_dict["numpy"])
+            restore.add("torch", torch.default_generator, state_dict["torch"])
+            restore.add_cuda(state_dict["cuda"])
+            restore.add_generators(self._generators, state_dict["generators"])
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidArgumentError(
                 "The random states are damaged, or not from RandomStates.state_dict; nothing was changed.", cause=error
             ) from error
-        for restore in restores:
-            restore()
-        if mismatches:
-            logger.warning("Not all random states could be restored: %s.", "; ".join(mismatches))
-
-    def _prepare_generators(self, saved: Any, mismatches: list[str]) -> list[_Restore]:
-        restores: list[_Restore] = []
-        states = {name: (kind, state) for name, kind, state in saved}
-        for name, generator in self._generators.items():
-            kind, state = states.pop(name, (None, None))
-            if kind == _kind(generator):
-                restores += _prepare_generator(name, generator, state, mismatches)
-            else:
-                mismatches.append(f"generator {name!r} is a {_kind(generator)}, but {kind or 'none'} was saved")
-        mismatches += [f"generator {name!r} was saved, but does not exist here" for name in states]
-        return restores
+        for call in restore.calls:
+            call()
+        if restore.mismatches:
+            logger.warning("Not all random states could be restored: %s.", "; ".join(restore.mismatches))
 
 
-def _kind(generator: RandomSource) -> str:
+def _kind(generator: object) -> str:
     """Return the kind of a generator; a state fits only a generator of its kind."""
     if isinstance(generator, torch.Generator):
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, np.random.Generator):
         return f"numpy.random.Generator of {type(generator.bit_generator).__name__}"
     if isinstance(generator, np.random.RandomState):
-        return f"numpy.random.RandomState of {generator.get_state(legacy=False)['bit_generator']}"
+        return f"numpy.random.RandomState of {_bits_of(generator)}"
     return "random.Random"
 
 
-def _state(generator: RandomSource) -> object:
+def _bits_of(state: np.random.RandomState) -> str:
+    return str(state.get_state(legacy=False)["bit_generator"])
+
+
+def _state(generator: Any) -> object:
+    """Return a copy of the state of a generator, or of the module `random`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().copy()
-    if isinstance(generator, random.Random):
-        return _python_state(generator)
-    return _copy_numpy(generator) if isinstance(generator, np.random.Generator) else copy.deepcopy(generator)
-
-
-def _prepare_generator(name: str, generator: RandomSource, state: Any, mismatches: list[str]) -> list[_Restore]:
-    """Check a state against a generator of its kind, and return the calls that restore it."""
-    if isinstance(generator, torch.Generator):
-        return [partial(generator.set_state, _checked_torch(state, generator))]
-    if isinstance(generator, random.Random):
-        return [_prepare_python(generator, state)]
-    if _kind(state) != _kind(generator):
-        raise ValueError(f"the state of generator {name!r} is of another kind than the one saved with it")
     if isinstance(generator, np.random.RandomState):
-        return [partial(generator.set_state, state.get_state(legacy=False))]
-    here, there = generator.bit_generator, state.bit_generator
-    return [
-        partial(setattr, here, "state", there.state),
-        *_prepare_spawning(name, here.seed_seq, there.seed_seq, mismatches),
-    ]
-
-
-def _prepare_spawning(name: str, here: object, there: object, mismatches: list[str]) -> list[_Restore]:
-    """Return the call that moves a seed sequence on to the number of children spawned; it cannot move back."""
-    if not (isinstance(here, np.random.SeedSequence) and isinstance(there, np.random.SeedSequence)):
-        return []
-    missing = there.n_children_spawned - here.n_children_spawned
-    if missing >= 0 and np.array_equal(here.pool, there.pool):
-        return [partial(here.spawn, missing)]
-    if there.n_children_spawned:
-        mismatches.append(
-            f"generator {name!r} has another seed than the saved one, or has spawned more: its children will be others"
-        )
-    return []
-
-
-def _python_state(source: Any) -> object:
-    """Return the state of a `random.Random`, or of the module `random`."""
-    version, words, gauss = source.getstate()
-    return version, np.array(words, dtype=np.uint32), gauss
-
-
-def _prepare_python(source: Any, state: Any) -> _Restore:
-    version, words, gauss = state
-    whole = (version, tuple(words.tolist()), gauss)
-    random.Random(0).setstate(whole)  # raises if the state is invalid
-    if not (gauss is None or isinstance(gauss, float)):
-        raise TypeError(f"the normal number kept for the next draw is a {type(gauss).__name__}")
-    return partial(source.setstate, whole)
-
-
-def _copy_numpy(generator: np.random.Generator) -> np.random.Generator:
+        return copy.deepcopy(generator)
+    if not isinstance(generator, np.random.Generator):
+        version, words, gauss = generator.getstate()
+        return version, np.array(words, dtype=np.uint32), gauss
     bits = generator.bit_generator
     is_from_numpy = getattr(np.random, type(bits).__name__, None) is type(bits)
     if not (is_from_numpy and isinstance(bits.seed_seq, np.random.SeedSequence)):
@@ -208,58 +153,95 @@ def _copy_numpy(generator: np.random.Generator) -> np.random.Generator:
     return np.random.Generator(twin)
 
 
-def _copy_global_numpy() -> np.random.RandomState:
-    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public since numpy 1.24
-    twin = np.random.RandomState(copy.deepcopy(bits))
-    # Copies also the normal number kept for the next draw, which the bit generator does not hold.
-    twin.set_state(np.random.get_state(legacy=False))  # noqa: NPY002  # training may draw from numpy's global functions
-    return twin
-
-
-def _prepare_global_numpy(saved: Any, mismatches: list[str]) -> _Restore:
-    state, here = saved.get_state(legacy=False), _copy_global_numpy().get_state(legacy=False)
-    if state["bit_generator"] == here["bit_generator"]:
-        return partial(np.random.set_state, state)
-    mismatches.append(
-        f"numpy's functions draw from {here['bit_generator']}, but a state of {state['bit_generator']} was saved"
-    )
-    return lambda: None
-
-
-def _checked_torch(state: Any, generator: torch.Generator) -> torch.Tensor:
-    """Return the state of a torch generator as a tensor that owns its memory; raise if the generator cannot take it."""
-    checked = torch.from_numpy(state.copy())
-    if generator.device.type == "cpu":
-        torch.Generator().set_state(checked)  # raises if the state is invalid
-    elif checked.dtype != torch.uint8 or checked.shape != generator.get_state().shape:
-        raise ValueError(f"not a state of a generator on {generator.device.type}: {checked.dtype}, {checked.shape}")
-    return checked
-
-
 def _cuda_states() -> object:
     if not torch.cuda.is_initialized():
         return None
     return torch.cuda.current_device(), np.stack([state.numpy() for state in torch.cuda.get_rng_state_all()])
 
 
-def _prepare_cuda(saved: Any, mismatches: list[str]) -> list[_Restore]:
-    here = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    if saved is None:
+class _Restore:
+    """Calls that restore states, each of which was checked, and the states that fit nothing here."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self.mismatches: list[str] = []
+
+    def add(self, name: str, source: Any, state: Any) -> None:
+        """Check the state of a generator, or of the module `random`; raise if it is none of its kind."""
+        if isinstance(source, torch.Generator):
+            checked = torch.from_numpy(state.copy())
+            if source.device.type == "cpu":
+                torch.Generator().set_state(checked)  # raises if the state is invalid
+            elif checked.dtype != torch.uint8 or checked.shape != source.get_state().shape:
+                raise ValueError(f"{name}: {checked.dtype} of {checked.shape} is no state on {source.device.type}")
+            self.calls.append(partial(source.set_state, checked))
+        elif isinstance(source, np.random.Generator | np.random.RandomState):
+            if _kind(state) != _kind(source):
+                raise ValueError(f"the state of {name!r} is of another kind than the generator saved with it")
+            if isinstance(source, np.random.RandomState):
+                self.calls.append(partial(source.set_state, state.get_state(legacy=False)))
+            else:
+                self.calls.append(partial(setattr, source.bit_generator, "state", state.bit_generator.state))
+                self._add_spawning(name, source.bit_generator.seed_seq, state.bit_generator.seed_seq)
+        else:
+            version, words, gauss = state
+            whole = (version, tuple(words.tolist()), gauss)
+            random.Random(0).setstate(whole)  # raises if the state is invalid
+            if not (gauss is None or isinstance(gauss, float)):
+                raise TypeError(f"the normal number kept for the next draw is a {type(gauss).__name__}")
+            self.calls.append(partial(source.setstate, whole))
+
+    def _add_spawning(self, name: str, here: object, there: object) -> None:
+        """Move a seed sequence on to the number of children spawned; it cannot move back."""
+        if not (isinstance(here, np.random.SeedSequence) and isinstance(there, np.random.SeedSequence)):
+            return
+        missing = there.n_children_spawned - here.n_children_spawned
+        if missing >= 0 and np.array_equal(here.pool, there.pool):
+            self.calls.append(partial(here.spawn, missing))
+        elif there.n_children_spawned:
+            self.mismatches.append(
+                f"generator {name!r} has another seed than the saved one, or has spawned more: its children will be "
+                "others"
+            )
+
+    def add_numpy(self, state: Any) -> None:
+        """Check the state of numpy's global functions, which may draw from another bit generator here."""
+        if isinstance(state, np.random.RandomState) and _bits_of(state) != _bits_of(_NUMPY):
+            self.mismatches.append(
+                f"numpy's functions draw from {_bits_of(_NUMPY)}, but a state of {_bits_of(state)} was saved"
+            )
+        else:
+            self.add("numpy", _NUMPY, state)
+
+    def add_generators(self, generators: Mapping[str, RandomSource], saved: Any) -> None:
+        """Check the states of named generators: names, kinds and states."""
+        states = {name: (kind, state) for name, kind, state in saved}
+        for name, generator in generators.items():
+            kind, state = states.pop(name, (None, None))
+            if kind == _kind(generator):
+                self.add(name, generator, state)
+            else:
+                self.mismatches.append(f"generator {name!r} is a {_kind(generator)}, but {kind or 'none'} was saved")
+        self.mismatches += [f"generator {name!r} was saved, but does not exist here" for name in states]
+
+    def add_cuda(self, saved: Any) -> None:
+        """Check the states of CUDA devices."""
+        here = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        if saved is None:
+            if here:
+                self.mismatches.append("CUDA is in use, but was not when the states were saved")
+            return
+        current, states = saved
+        if states.ndim != 2 or states.dtype != np.uint8 or not 0 <= current < len(states):  # noqa: PLR2004  # rows
+            raise ValueError("states of CUDA must be rows of bytes, one row of them of the current device")
+        if here != len(states):
+            self.mismatches.append(f"{len(states)} CUDA devices were in use, but {here} are in use here")
         if here:
-            mismatches.append("CUDA is in use, but was not when the states were saved")
-        return []
-    current, states = saved
-    if states.ndim != 2 or states.dtype != np.uint8 or not 0 <= current < len(states):  # noqa: PLR2004  # rows of bytes
-        raise ValueError("states of CUDA must be rows of bytes, one row of them of the current device")
-    if here != len(states):
-        mismatches.append(f"{len(states)} CUDA devices were in use, but {here} are in use here")
-    if not here:
-        return []
-    sources = device_sources(current, len(states), here_current=torch.cuda.current_device(), here=here)
-    return [
-        partial(torch.cuda.set_rng_state, torch.from_numpy(states[source].copy()), device)
-        for device, source in sources.items()
-    ]
+            sources = device_sources(current, len(states), here_current=torch.cuda.current_device(), here=here)
+            self.calls += [
+                partial(torch.cuda.set_rng_state, torch.from_numpy(states[source].copy()), device)
+                for device, source in sources.items()
+            ]
 
 
 def device_sources(current: int, saved: int, *, here_current: int, here: int) -> dict[int, int]:
@@ -267,12 +249,7 @@ def device_sources(current: int, saved: int, *, here_current: int, here: int) ->
 
     A rank draws from its current device, whose number depends on the placement of ranks and on `CUDA_VISIBLE_DEVICES`:
     rank 3 of 8 has device 3, or device 0 if it sees only its own. The two devices that this displaces are exchanged.
-
-    Args:
-        current: Number of the device that was current.
-        saved: Number of devices that were saved.
-        here_current: Number of the current device here.
-        here: Number of devices here.
+    `saved` and `here` are numbers of devices, `current` and `here_current` those of the current ones.
     """
     sources = {device: device for device in range(min(saved, here))}
     displaced = sources.pop(here_current, None)

@@ -63,25 +63,15 @@ class SlowShard:
 
 @dataclass(frozen=True, slots=True)
 class RankFigures:
-    """One rank's part of a save, sent to the coordinator; the coordinator's own is made after the commit.
+    """One rank's part of a save, sent to the coordinator; the coordinator's own is made after the commit."""
 
-    Attributes:
-        rank: Rank in the group that saved.
-        written_bytes: Size of the shards that the rank uploaded.
-        deduplicated_bytes: Bytes that were not uploaded, because shards of an earlier checkpoint hold them.
-        requests: Requests to the store, repetitions included.
-        retries: Requests that were repetitions.
-        seconds: Durations of the rank's phases.
-        slowest_shard: Shard with the longest upload; None if the rank uploaded none.
-    """
-
-    rank: int
-    written_bytes: int = 0
-    deduplicated_bytes: int = 0
-    requests: int = 0
-    retries: int = 0
-    seconds: Seconds = Seconds()
-    slowest_shard: SlowShard | None = None
+    rank: int  # in the group that saved
+    written_bytes: int = 0  # of the shards that the rank uploaded
+    deduplicated_bytes: int = 0  # that were not uploaded, because shards of an earlier checkpoint hold them
+    requests: int = 0  # to the store, repetitions included
+    retries: int = 0  # requests that were repetitions
+    seconds: Seconds = Seconds()  # durations of the rank's phases
+    slowest_shard: SlowShard | None = None  # with the longest upload; None if the rank uploaded none
 
     @property
     def own_seconds(self) -> float:
@@ -223,30 +213,13 @@ class LoadReport:
         return "".join(parts)
 
 
-def combine(
-    figures: Sequence[RankFigures],
-    *,
-    step: int,
-    save_id: str,
-    total_bytes: int,
-    attempts: int = 1,
-    background: bool = True,
-) -> SaveReport:
-    """Return one report of the figures of all ranks, in any order; figures of earlier attempts are not included.
+def combine(figures: Sequence[RankFigures], *, step: int, save_id: str, total_bytes: int) -> SaveReport:
+    """Return one report of the figures of all ranks, in any order, of a save in the background by one attempt.
 
     The seconds add up to the time that passed: waiting, staging and planning of the rank that was blocked longest, then
     the longest upload, then the commit. The longest of each phase would add up to more, because the other ranks wait
     for that rank in their planning.
-
-    Args:
-        figures: Figures of each rank, once.
-        step: Step of training.
-        save_id: ID of the save.
-        total_bytes: Size of the checkpoint.
-        attempts: Attempts of the save.
-        background: True if training went on once the state was copied.
     """
-    assert figures, "a save is by at least one rank"
     assert len({part.rank for part in figures}) == len(figures), "a rank sends its figures once"
     late = max(figures, key=lambda part: part.seconds.blocked)
     slow = max(figures, key=lambda part: part.own_seconds)
@@ -272,6 +245,4 @@ def combine(
             key=lambda shard: shard.seconds,
             default=None,
         ),
-        attempts=attempts,
-        background=background,
     )

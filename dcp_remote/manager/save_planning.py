@@ -1,4 +1,4 @@
-"""Decisions of the coordinator while the ranks plan one save, and the messages by which they plan."""
+"""Planning of a save: the ranks' part, the decisions of the coordinator, and the messages between them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,38 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-
+from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.format.catalog import Owner
 from dcp_remote.manager.coordinator import Coordinator, Labelled
+from dcp_remote.manager.reports import RankFigures
+from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
-from dcp_remote.saving.dcp_metadata import to_columns
-from dcp_remote.saving.manifest_assembly import Planned
+from dcp_remote.saving.manifest_assembly import Planned, require_unicode
 from dcp_remote.saving.plan_cache import (
     LISTED_BYTES,
     Digests,
-    describe_tensors,
+    PlanCache,
+    Proposal,
+    RankPlan,
+    RunPlanner,
+    compared_items,
+    describe_entries,
+    digest_objects,
+    digest_sets,
     find_differing_replicas,
-    plan_all,
-    plans_as_torch,
+    list_digests,
+    propose,
+    replica_digests,
+    to_rank_plan,
+    to_table,
 )
 from dcp_remote.saving.plan_table import Chunk, PlanTable, ReplicaSet, Share, arrange
 from dcp_remote.saving.rank_differences import (
-    ObjectDifference,
     SetDigests,
     choose_listing_ranks,
     describe_buffer_differences,
@@ -33,8 +45,8 @@ from dcp_remote.saving.rank_differences import (
     find_unequal,
     group_by_digest,
     make_value_error,
-    require_equal_tensors,
 )
+from dcp_remote.serialization.state_dict import TensorRoles
 
 logger = logging.getLogger(__name__)
 
@@ -43,140 +55,205 @@ Replicas: TypeAlias = Literal["equal", "coordinator"]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Last plans of all ranks, as the coordinator keeps them.
-
-    Attributes:
-        save_id: Save in which the ranks agreed on the plans.
-        planned: Contents of the checkpoint.
-    """
-
-    save_id: str
-    planned: Planned
-
-
-class Request(NamedTuple):
-    """Request of a rank to begin a save: of its plan only as much as tells whether the ranks must plan anew, and how.
-
-    Attributes:
-        labels: Step, names and metrics.
-        key: Save in which the ranks agreed on the plan that this rank would write again; None if it has another one.
-        is_regular: True if a table holds this rank's plan.
-        digests: Digests of the replicas of which this rank would write parts.
-        unclear: Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
-    """
+class Task:
+    """Save, as `CheckpointManager.save` describes it to one rank. Times are by `time.monotonic`."""
 
     labels: CheckpointLabels
-    key: str | None
-    is_regular: bool
-    digests: Digests
+    state: dict[str, Any]  # a copy, or the caller's own, which the caller leaves unchanged meanwhile
+    planner: RunPlanner
+    user: Mapping[str, Any]  # notes for the manifest; the coordinator's are stored
+    called_seconds: float  # time of the call of `save`
+    waiting_seconds: float  # for which the call waited for the previous save
+    staging_seconds: float  # in which the state was copied
+    seconds: float  # from the beginning of the collective operation to its deadline
+    operation: Operation
+    background: bool  # True if training goes on meanwhile
+    begun: OneTimeEvent  # to be set once all ranks have come with their states, and the run takes the step
+    roles: TensorRoles = field(default_factory=TensorRoles)
+    # Ticket and figures of the attempt that waits for the answer to its commit; empty at other times. Kept here
+    # because the thread of an earlier save may be stuck, with a task of its own.
+    uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
+
+    @property
+    def staged_seconds(self) -> float:
+        """Time at which the state was copied."""
+        return self.called_seconds + self.waiting_seconds + self.staging_seconds
+
+
+class Agreed(NamedTuple):
+    """Plan of one save, as the ranks agreed on it."""
+
+    ticket: SaveTicket
+    plan: RankPlan  # of this rank
+    planned: Planned | None  # contents of the checkpoint; None on other ranks than the coordinator
+
+
+class _Request(NamedTuple):
+    """Request of a rank to begin a save: of its plan only as much as tells whether the ranks must plan anew."""
+
+    labels: CheckpointLabels
+    key: str | None  # save in which the ranks agreed on the plan that this rank would write again; None for a new plan
+    digests: Digests  # of the replicas of which this rank would write parts
+    # Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
     unclear: list[tuple[SaveTicket, tuple[str, ...]]]
 
 
-class Begun(NamedTuple):
-    """Answer of the coordinator to the requests, if a save begins.
-
-    Attributes:
-        ticket: Ticket of the save.
-        is_known: True if every rank writes what it wrote in the last save.
-        in_tables: True if tables hold the plans of all ranks.
-    """
+class _Begun(NamedTuple):
+    """Answer of the coordinator to the requests, if a save begins."""
 
     ticket: SaveTicket
-    is_known: bool
-    in_tables: bool
+    is_known: bool  # True if every rank writes what it wrote in the last save
 
 
-class Values(NamedTuple):
-    """Digests of the values that a rank compares with those of others under a new plan.
-
-    Attributes:
-        sets: Digests of sets of tensors.
-        parts: Digests of the replicas of which this rank writes parts.
-    """
+class _Values(NamedTuple):
+    """Digests of the values that a rank compares with those of others under a new plan."""
 
     sets: SetDigests
-    parts: Digests
+    parts: Digests  # of the replicas of which this rank writes parts
 
 
-class Compared(NamedTuple):
-    """Answer of the coordinator to the values of all ranks.
+class _Compared(NamedTuple):
+    """Answer of the coordinator to the values of all ranks."""
 
-    Attributes:
-        is_agreed: True if the plan stands; False if replicas differ of which several ranks were to write parts.
-        listing: Ranks that must list the digests of a set tensor by tensor, by the number of each set that differs.
-    """
-
-    is_agreed: bool
-    listing: Mapping[int, tuple[int, ...]]
+    is_agreed: bool  # False if replicas differ of which several ranks were to write parts
+    listing: Mapping[int, tuple[int, ...]]  # ranks that must list the digests of a set, by the number of the set
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """Names that were compared in this job, as the coordinator keeps them.
+class RankPlanning:
+    """Planning of the saves of one rank, one after another; keeps the last plan on which the ranks agreed.
 
-    Attributes:
-        compared: Names of tensors whose values were equal, or may differ.
-        reported: Names of objects that differ, of which a warning was logged.
-    """
-
-    compared: set[str] = field(default_factory=set)
-    reported: set[str] = field(default_factory=set)
-
-
-class CoordinatorPlanning:
-    """Decisions of the coordinator while the ranks plan one save. Made by every rank; called on the coordinator only.
-
-    Args:
-        coordinator: Coordinator's part; None on other ranks.
-        known: Last plans of all ranks; None if there are none, and on other ranks.
-        shard_bytes_max: Bytes of data in a shard.
-        noted: Names that were compared and reported; added to.
-        replicas: Rule for tensors that several ranks hold.
-
-    Attributes:
-        known: Plans of all ranks, as last decided.
+    `owner` is the job as which this rank saved last; None before its first save.
     """
 
     def __init__(
-        self,
-        coordinator: Coordinator | None,
-        known: Known | None,
-        *,
-        shard_bytes_max: int,
-        noted: Noted,
-        replicas: Replicas,
+        self, ranks: RankGroup, coordinator: Coordinator | None, *, shard_bytes_max: int, replicas: Replicas
     ) -> None:
-        """Begin with no replica that differs between ranks."""
+        """Begin without a plan. `coordinator` is None on other ranks."""
+        self._ranks = ranks
         self._coordinator = coordinator
-        self._noted = noted
-        self._replicas = replicas
-        self._sets: tuple[ReplicaSet, ...] = ()
-        # Ranks with equal values, of each set that differs.
-        self._groups: dict[int, list[list[int]]] = {}
         self._shard_bytes_max = shard_bytes_max
-        self._differing = frozenset[Chunk]()
-        self.known = known
+        self._replicas = replicas
+        # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
+        self.unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
+        self.owner: Owner | None = None
+        self._kept = PlanCache()
+        # On the coordinator: names of tensors and objects that were compared between ranks in this job.
+        self._compared, self._reported = set[str](), set[str]()
 
-    @property
-    def planned(self) -> Planned | None:
-        """Contents of the checkpoint; None on other ranks."""
-        return self.known.planned if self.known is not None else None
+    def agree(self, collective: Collective, task: Task, *, borrow: bool) -> Agreed | Labelled:
+        """Agree on what is saved, and who writes what of it: as in the last save, if only values have changed.
 
-    def begin(self, requests: list[Request], *, collective: Collective, borrow: bool) -> Begun | Labelled:
-        """Begin the save, and decide how the ranks plan; see `Coordinator.begin`."""
-        coordinator = require_coordinator(self._coordinator)
-        for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
-            coordinator.failed(ticket, put)
-        labels = [request.labels for request in requests]
-        is_known = self.known is not None and all(request.key == self.known.save_id for request in requests)
-        begun = coordinator.begin(labels, collective, borrow=borrow)
+        Called by every rank. The coordinator begins the save; with `borrow`, shards of an earlier one may be reused.
+        """
+        # Nothing is kept before the end, because the thread of an earlier save may be stuck while it plans.
+        kept, planner = self._kept, task.planner
+        decisions = _Decisions(
+            self._coordinator,
+            kept,
+            self._shard_bytes_max,
+            self._replicas,
+            self._compared,
+            self._reported,
+            task.labels.step,
+        )
+        collective.set_activity("planning")
+        planner.set_up_planner(task.state)
+        proposal = propose(planner, shard_bytes_max=self._shard_bytes_max, roles=task.roles)
+        require_unicode(proposal.plan)
+        request = _Request(task.labels, kept.key_of(proposal), {}, self.unclear[:])
+        if request.key is not None:
+            collective.set_activity("comparing replicas")
+            request = request._replace(digests=replica_digests(kept.plan, planner, collective.raise_if_cancelled))
+        collective.set_activity("asking whether this step may be saved")
+        begun = collective.gather(request, partial(decisions.begin, collective=collective, borrow=borrow))
+        del self.unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
+        if isinstance(begun, Labelled) and begun.is_doubtful:
+            # Averaged weights in a save of their own, or a resized model, are not to be dropped.
+            entry = begun.entry
+            collective.gather(
+                describe_entries(proposal.plan),
+                lambda described: decisions.coordinator.require_same(entry, task.labels, described, collective),
+            )
+        task.begun.set()
         if isinstance(begun, Labelled):
             return begun
-        is_known = self.compare_replicas([request.digests for request in requests]) and is_known
-        return Begun(begun, is_known, in_tables=all(request.is_regular for request in requests))
+        ticket = begun.ticket
+        self.owner = Owner(ticket.run.run_id, ticket.run.token)
+        if not begun.is_known:
+            collective.set_activity("planning")
+            plan = self._plan_anew(collective, planner, proposal, request.digests, decisions)
+            self._kept = kept = PlanCache(ticket.save_id, proposal, plan, decisions.planned)
+        planner.finish_plan(kept.plan.plan)
+        return Agreed(ticket, kept.plan, kept.planned)
 
-    def compare_replicas(self, digests: list[Digests]) -> bool:
+    def _plan_anew(
+        self,
+        collective: Collective,
+        planner: RunPlanner,
+        proposal: Proposal,
+        digests: Digests,
+        decisions: _Decisions,
+    ) -> RankPlan:
+        """Agree on a new plan, and compare the values that several ranks hold.
+
+        Values are compared with new plans only: each difference is reported once, and other saves cost no more.
+        """
+        check = collective.raise_if_cancelled
+        table = to_table(proposal, digest_objects(proposal, planner) if self._ranks.world_size > 1 else None)
+        while True:
+            share = collective.scatter(table, decisions.arrange_tables)
+            plan, sets = to_rank_plan(proposal, share), compared_items(proposal, share)
+            if not share.is_cut and not share.has_sets:
+                return plan
+            collective.set_activity("comparing replicas")
+            digests = replica_digests(plan, planner, check, known=digests, sets=sets)
+            values = _Values(digest_sets(sets, planner, check), digests)
+            compared = collective.gather(values, decisions.compare_values)
+            if compared.listing:
+                listed = [number for number, ranks in compared.listing.items() if self._ranks.rank in ranks]
+                lists = {number: list_digests(sets[number], planner, check) for number in listed}
+                collective.gather(lists, decisions.compare_lists)
+            # Else writers of parts hold different values: then one of them writes the whole.
+            if compared.is_agreed:
+                return plan
+
+
+@dataclass(slots=True)
+class _Decisions:
+    """Decisions of the coordinator while the ranks plan one save. Made by every rank, called on the coordinator."""
+
+    _coordinator: Coordinator | None
+    _kept: PlanCache
+    _shard_bytes_max: int
+    _replicas: Replicas
+    # Names of tensors that were compared between ranks in this job, and of objects of which a warning was logged.
+    _compared: set[str]
+    _reported: set[str]
+    _step: int
+    _sets: tuple[ReplicaSet, ...] = ()
+    # Ranks with equal values, of each set that differs.
+    _groups: dict[int, list[list[int]]] = field(default_factory=dict)
+    _differing: frozenset[Chunk] = frozenset()
+    planned: Planned | None = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator's part, on the rank that has it."""
+        assert self._coordinator is not None, "called on the coordinator"
+        return self._coordinator
+
+    def begin(self, requests: Sequence[_Request], *, collective: Collective, borrow: bool) -> _Begun | Labelled:
+        """Begin the save, and decide whether the ranks plan anew; see `Coordinator.begin`."""
+        for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
+            self.coordinator.failed(ticket, put)
+        begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
+        if isinstance(begun, Labelled):
+            return begun
+        are_equal = self._compare_replicas([request.digests for request in requests])
+        is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
+        return _Begun(begun, is_known and are_equal)
+
+    def _compare_replicas(self, digests: Sequence[Digests]) -> bool:
         """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""
         found = find_differing_replicas(digests)
         for name, offsets in sorted(found):
@@ -189,9 +266,25 @@ class CoordinatorPlanning:
         self._differing |= found
         return not found
 
-    def compare_values(self, values: list[Values]) -> Compared:
+    def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
+        """Decide which rank writes what; return the share of each rank."""
+        arrangement = arrange(
+            tables,
+            shard_bytes_max=self._shard_bytes_max,
+            unlike=self._differing,
+            to_lowest_rank=self._replicas == "coordinator",
+            compared=self._compared if self._replicas == "equal" else None,
+        )
+        self._sets, self.planned = arrangement.sets, arrangement.planned
+        new = [difference for difference in arrangement.differing if difference.name not in self._reported]
+        if new:
+            logger.warning("step %d: %s", self._step, describe_object_differences(new))
+            self._reported.update(difference.name for difference in new)
+        return arrangement.shares
+
+    def compare_values(self, values: Sequence[_Values]) -> _Compared:
         """Compare the values that ranks hold under a new plan."""
-        is_agreed = self.compare_replicas([own.parts for own in values])
+        is_agreed = self._compare_replicas([own.parts for own in values])
         digests = [own.sets for own in values]
         found = {
             number: group_by_digest(one.ranks.tolist(), digests, number) for number, one in enumerate(self._sets, 1)
@@ -199,9 +292,9 @@ class CoordinatorPlanning:
         self._groups = {number: groups for number, groups in found.items() if len(groups) > 1}
         if not self._groups:
             self._note_compared()
-        return Compared(is_agreed, {number: choose_listing_ranks(groups) for number, groups in self._groups.items()})
+        return _Compared(is_agreed, {number: choose_listing_ranks(groups) for number, groups in self._groups.items()})
 
-    def compare_lists(self, lists: list[dict[int, bytes]]) -> None:
+    def compare_lists(self, lists: Sequence[dict[int, bytes]]) -> None:
         """Find the tensors that differ, by digests of single tensors; log those that are buffers.
 
         Raises:
@@ -224,39 +317,4 @@ class CoordinatorPlanning:
             logger.info("%s", describe_buffer_differences(buffers))
 
     def _note_compared(self) -> None:
-        self._noted.compared.update(name for one in self._sets for name, _ in one.chunks)
-
-    def arrange_tables(self, tables: list[PlanTable], *, ticket: SaveTicket, planner: SavePlanner) -> list[Share]:
-        """Decide which rank writes what, by tables of the plans; return the share of each rank."""
-        arrangement = arrange(
-            tables,
-            shard_bytes_max=self._shard_bytes_max,
-            unlike=self._differing,
-            to_lowest_rank=self._replicas == "coordinator"
-            or (plans_as_torch(planner) and planner.dedup_save_to_lowest_rank),
-            compared=self._noted.compared if self._replicas == "equal" else None,
-        )
-        self._sets = arrangement.sets
-        self._report(arrangement.differing, ticket)
-        self.known = Known(ticket.save_id, arrangement.planned)
-        return arrangement.shares
-
-    def plan_all(self, plans: list[SavePlan], *, ticket: SaveTicket, planner: SavePlanner) -> list[SavePlan]:
-        """Have the planner decide which rank writes what; return the plan of each rank."""
-        own_plans, metadata = plan_all(planner, plans)
-        require_equal_tensors([describe_tensors(plan) for plan in plans], lambda: metadata.state_dict_metadata)
-        self.known = Known(ticket.save_id, to_columns(metadata))
-        return own_plans
-
-    def _report(self, differing: Sequence[ObjectDifference], ticket: SaveTicket) -> None:
-        """Warn of objects that differ between ranks; once for each name."""
-        new = [difference for difference in differing if difference.name not in self._noted.reported]
-        if new:
-            logger.warning("step %d: %s", ticket.run.step, describe_object_differences(new))
-            self._noted.reported.update(difference.name for difference in new)
-
-
-def require_coordinator(coordinator: Coordinator | None) -> Coordinator:
-    """Return the coordinator's part, on the rank that has it."""
-    assert coordinator is not None, "called on the coordinator"
-    return coordinator
+        self._compared.update(name for one in self._sets for name, _ in one.chunks)

@@ -71,13 +71,7 @@ class SavePolicy:
 
 
 class SaveSchedule:
-    """Answers of one rank to `should_save`; all ranks ask for the same steps, in the same order.
-
-    Args:
-        policy: Rules.
-        ranks: Ranks that save together.
-        clock: Monotonic clock, in seconds; an argument for tests.
-    """
+    """Answers of one rank to `should_save`; all ranks ask for the same steps, in the same order."""
 
     def __init__(self, policy: SavePolicy, ranks: RankGroup, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Add a hook to the heartbeat of the ranks if a rule goes by time."""
@@ -103,10 +97,7 @@ class SaveSchedule:
         """Return whether to save at this step; False if this step was saved or restored last.
 
         Costs a lock, and no message; waits only if a save is due by time at this step, and that is not decided yet.
-
-        Args:
-            step: Number of finished steps.
-            is_last: True if the job saves and stops at this step, whatever the rules say.
+        `is_last` is True if the job saves and stops at this step, whatever the rules say.
         """
         is_due = is_last or self._policy.names(step)
         if self._is_by_time:

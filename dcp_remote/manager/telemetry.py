@@ -112,12 +112,7 @@ _BOUNDARIES_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0,
 
 
 class Telemetry:
-    """Spans and metrics of one manager.
-
-    Args:
-        tracer_provider: Provider of tracers; None is the application's global one.
-        meter_provider: Provider of meters; None is the application's global one.
-    """
+    """Spans and metrics of one manager; a provider of None is the application's global one."""
 
     def __init__(
         self, tracer_provider: trace.TracerProvider | None = None, meter_provider: metrics.MeterProvider | None = None
@@ -216,11 +211,7 @@ class Operation:
                 self._attempt(_end_span, started[0], None, failure)
 
     def end(self, report: SaveReport | LoadReport | None = None) -> None:
-        """End the operation as a success.
-
-        Args:
-            report: Report to record; None on ranks of a save that are not the coordinator.
-        """
+        """End the operation as a success. `report` is None on ranks of a save that are not the coordinator."""
         self._finish(report, None)
 
     def fail(self, error: BaseException) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
@@ -62,25 +63,17 @@ def training_state(
         InvalidArgumentError: An argument is of the wrong type, an optimizer has parameters of no model, a key of
             `extra` is taken, or a value of `extra` is a generator of random numbers.
     """
-    state: dict[str, Any] = {}
-    models = _named(model)
-    if model is not None:
-        state["model"] = _each(model, lambda value: ModelState(_require(value, nn.Module, "model")))
-    if optimizer is not None:
-        state["optim"] = _optimizer_states(optimizer, models)
-    if scheduler is not None:
-        state["scheduler"] = _each(scheduler, lambda value: _require_stateful(value, "scheduler"))
-    for name, value in _named(loader).items():
-        key = f"loader.{name}" if name else "loader"
-        state[key] = value if isinstance(value, PerRank) else PerRank(_require_stateful(value, "loader"))
-    if scaler is not None:
-        state["scaler"] = _each(scaler, lambda value: _require_stateful(value, "scaler"))
-    if ema is not None:
-        state["ema"] = _each(
-            ema, lambda value: ModelState(value) if isinstance(value, nn.Module) else _require_stateful(value, "ema")
-        )
-    if random_states:
-        state["random"] = PerRank(random_states if isinstance(random_states, RandomStates) else RandomStates())
+    own_states = random_states if isinstance(random_states, RandomStates) else RandomStates()
+    parts: dict[str, Any] = {
+        "model": _each(model, _as_model),
+        "optim": _optimizer_states(optimizer, _named(model)),
+        "scheduler": _each(scheduler, partial(_require_stateful, what="scheduler")),
+        **{f"loader.{name}" if name else "loader": _as_loader(value) for name, value in _named(loader).items()},
+        "scaler": _each(scaler, partial(_require_stateful, what="scaler")),
+        "ema": _each(ema, _as_average),
+        "random": PerRank(own_states) if random_states else None,
+    }
+    state = {key: value for key, value in parts.items() if value is not None}
     if not isinstance(extra, Mapping | None):
         raise InvalidArgumentError("extra must be a dict.", type=type(extra).__qualname__)
     taken = [key for key in extra or {} if key in state or key == PER_RANK_KEY]
@@ -112,16 +105,30 @@ def _named(values: Any) -> dict[str, Any]:
     return dict(values)
 
 
-def _each(values: Any, convert: Any) -> Any:
-    """Return a converted value, or the converted values of a mapping or sequence in a dict or list."""
+def _each(values: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a converted value, or the converted values of a mapping or sequence in a dict or list; None for None."""
     if isinstance(values, Mapping):
         return {name: convert(value) for name, value in _named(values).items()}
     if isinstance(values, Sequence):
         return [convert(value) for value in values]
-    return convert(values)
+    return None if values is None else convert(values)
+
+
+def _as_model(value: Any) -> ModelState:
+    return ModelState(_require(value, nn.Module, "model"))
+
+
+def _as_average(value: Any) -> Any:
+    return ModelState(value) if isinstance(value, nn.Module) else _require_stateful(value, "ema")
+
+
+def _as_loader(value: Any) -> PerRank[Any]:
+    return value if isinstance(value, PerRank) else PerRank(_require_stateful(value, "loader"))
 
 
 def _optimizer_states(optimizer: Any, models: Mapping[str, nn.Module]) -> Any:
+    if optimizer is None:
+        return None
     if isinstance(optimizer, Mapping):
         return {name: _optimizer_state([value], models, name) for name, value in _named(optimizer).items()}
     return _optimizer_state(list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], models, "")

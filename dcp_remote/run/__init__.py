@@ -2,30 +2,29 @@
 
 conditional_put settles every conditional PUT by reading; commit (of a checkpoint by itself) and catalog_store (of a
 run) are built on it. lookup finds a checkpoint and reads its manifest, foreign_checkpoints says what else lies at a
-URL; run has what users call, waiting waits for a newer checkpoint. job saves into a run, labels names and pins.
-retention decides which checkpoints to retire and thinning makes the smaller manifests; maintenance and
-background_maintenance carry that out, with live_shards and leftovers to tell which objects may be deleted. gc
-removes orphans. recovery rebuilds a lost catalog.
+URL; info has what users are told of a run, waiting waits for a newer checkpoint. job saves into a run, labels names
+and pins. retention decides which checkpoints to retire and thinning makes the smaller manifests; deletions and
+background_deletions carry that out, with live_shards to tell which objects may be deleted. gc removes orphans.
+recovery rebuilds a lost catalog.
 """
 
 from __future__ import annotations
 
 __all__ = [
-    "background_maintenance",
+    "background_deletions",
     "catalog_store",
     "commit",
     "conditional_put",
+    "deletions",
     "foreign_checkpoints",
     "gc",
+    "info",
     "job",
     "labels",
-    "leftovers",
     "live_shards",
     "lookup",
-    "maintenance",
     "recovery",
     "retention",
-    "run",
     "thinning",
     "waiting",
 ]

@@ -11,19 +11,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     CorruptCheckpointError,
     DcpRemoteError,
-    InvalidArgumentError,
     ObjectNotFoundError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
-from dcp_remote.run.conditional_put import Backoff, put_until_settled
+from dcp_remote.run.conditional_put import Backoff, put_until_settled, require_compare_and_swap
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.rereads import get_decoded
@@ -39,86 +38,43 @@ Change = Callable[[Catalog], Catalog | None]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Catalog as it was read.
-
-    Attributes:
-        catalog: Catalog, checked.
-        version: Version of its object.
-    """
+    """Catalog as it was read, and the version of its object."""
 
     catalog: Catalog
     version: Version
 
 
-class _Known:
-    """Cache of one catalog, the last that this process read or wrote, by its bytes.
-
-    A job that is alone reads the same bytes two or three times a save; decoding them is most of what a save costs.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[bytes, Catalog] | None = None  # replaced as a whole, since threads share it
-
-    def decode(self, data: bytes) -> Catalog:
-        last = self._last
-        if last is not None and last[0] == data:
-            return last[1]
-        catalog = catalog_json.decode(data)
-        self.remember(data, catalog)
-        return catalog
-
-    def remember(self, data: bytes, catalog: Catalog) -> None:
-        self._last = (data, catalog)
-
-
-_KNOWN = _Known()
-
-
-def read_catalog(store: ObjectStore) -> Seen | None:
+def read_catalog(store: ObjectStore) -> Catalog | None:
     """Read and check the catalog; return None if there is none. One GET, and one more if the answer is damaged.
 
-    Raises:
-        CorruptCheckpointError: The catalog is damaged; `dcp-remote recover` rebuilds it.
-        UnsupportedFormatError: A newer version wrote the catalog.
+    `dcp-remote recover` rebuilds a damaged one (`CorruptCheckpointError`).
     """
+    seen = see_catalog(store)
+    return seen.catalog if seen is not None else None
+
+
+def require_catalog(store: ObjectStore) -> Catalog:
+    """Read and check the catalog, which must be there; costs and errors as of `read_catalog`."""
+    catalog = read_catalog(store)
+    if catalog is None:
+        raise missing_catalog(store)
+    return catalog
+
+
+def see_catalog(store: ObjectStore) -> Seen | None:
+    """Read the catalog as `read_catalog` does, with the version that a swap compares."""
     try:
-        content, catalog = get_decoded(store, CATALOG_KEY, _KNOWN.decode, limit_bytes=catalog_json.STORED_BYTES_MAX)
+        content, catalog = get_decoded(
+            store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX
+        )
     except ObjectNotFoundError:
         return None
     except CorruptCheckpointError as error:
         what = f"The catalog of this run cannot be read: {error.what} `dcp-remote recover` rebuilds it."
         raise CorruptCheckpointError(what, **{"url": store.url, **error.details}) from error
     except UnsupportedFormatError as error:
-        raise UnsupportedFormatError(error.what, **{"url": store.url, **error.details}) from error
+        raise error.with_details(url=store.url) from error
     return Seen(catalog, content.version)
-
-
-def require_catalog(store: ObjectStore) -> Seen:
-    """Read and check the catalog, which must be there; one GET, and one more if the answer is damaged.
-
-    Raises:
-        CheckpointNotFoundError: There is no catalog.
-        CorruptCheckpointError: The catalog is damaged; `dcp-remote recover` rebuilds it.
-        UnsupportedFormatError: A newer version wrote the catalog.
-    """
-    seen = read_catalog(store)
-    if seen is None:
-        raise missing_catalog(store)
-    return seen
-
-
-def require_compare_and_swap(store: ObjectStore) -> None:
-    """Refuse a store on which no run can live; no request.
-
-    Raises:
-        InvalidArgumentError: The store cannot compare and swap.
-    """
-    if not store.capabilities.compare_and_swap:
-        raise InvalidArgumentError(
-            "A run needs a store that can replace an object on condition. Save to another store.",
-            url=store.url,
-            reason=store.capabilities.swap_refusal,
-        )
 
 
 def missing_catalog(store: ObjectStore) -> CheckpointNotFoundError:
@@ -137,34 +93,20 @@ def swap(
     deadline: Deadline,
     create: bool = False,
     sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = jitter,
 ) -> Catalog:
     """Apply a change to the catalog by compare-and-swap, and return the catalog that is there then.
+
+    `change` is called with the catalog that was just read, and again after each swap that did not clearly succeed; so
+    it must recognize its own work, and return None then; what it raises is raised. With `create`, an absent catalog is
+    an empty one, which is written even if `change` returns None.
 
     Costs a GET and a PUT, and as many more for each swap that failed, because another process swapped first or because
     the answer was lost; once per process, on a server other than the clouds' own, also the requests of
     `require_conditional_writes`. Whatever is raised, a crash of this process included, the catalog is the old one or
-    the new one, whole.
-
-    Args:
-        store: Store opened at the run.
-        change: Called with the catalog that was just read, and again after each swap that did not clearly succeed; so
-            it must recognize its own work, and return None then.
-        deadline: Deadline of all requests.
-        create: Begin the run if there is no catalog: `change` gets an empty one, which is written even if it returns
-            None.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-
-    Raises:
-        CheckpointNotFoundError: There is no catalog, and `create` is false.
-        CommitUnknownError: By the deadline it could not be found out whether the change was made.
-        InvalidArgumentError: The store cannot compare and swap.
-        StorageError: The store refused, or ignores the condition of a write; nothing was written.
-        DcpRemoteError: Error raised by `change`, on the catalog that is there now.
+    the new one, whole. `CommitUnknownError` is raised if by the deadline it could not be found out which.
     """
     require_compare_and_swap(store)
-    reading = RetryingStore(store, deadline, sleep=sleep, random=lambda: uniform(0, 1))
+    reading = RetryingStore(store, deadline, sleep=sleep)
     empty = Catalog(uuid.uuid4().hex)
     after = empty
 
@@ -179,30 +121,21 @@ def swap(
         after = now if wanted is None else wanted
         if wanted is None and seen is not None:
             return None
-        return catalog_json.encode(after, uuid.uuid4().hex, known=now)
+        return catalog_json.encode(after, uuid.uuid4().hex)
 
-    seen = read_catalog(reading)
+    seen = see_catalog(reading)
     body = decide(seen)
-    if body is None:
-        return after
-    written = put_until_settled(
-        reading,
-        CATALOG_KEY,
-        body,
-        seen,
-        look=lambda: read_catalog(reading),
-        decide=lambda now, _: decide(now),
-        unknown=lambda failure: unknown_swap(store, failure),
-        backoff=Backoff(
-            deadline,
-            first_seconds=_FIRST_PAUSE_SECONDS,
-            seconds_max=_PAUSE_SECONDS_MAX,
-            sleep=sleep,
-            uniform=uniform,
-        ),
-    )
-    if written is not None:
-        _KNOWN.remember(written, after)
+    if body is not None:
+        put_until_settled(
+            reading,
+            CATALOG_KEY,
+            body,
+            seen,
+            look=lambda: see_catalog(reading),
+            decide=lambda now, _: decide(now),
+            unknown=lambda failure: unknown_swap(store, failure),
+            backoff=Backoff(deadline, first_seconds=_FIRST_PAUSE_SECONDS, seconds_max=_PAUSE_SECONDS_MAX, sleep=sleep),
+        )
     return after
 
 

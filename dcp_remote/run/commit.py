@@ -6,41 +6,29 @@ out whether it was written: a PUT without a clear answer is settled by reading t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CommitConflictError,
     CommitUnknownError,
-    CorruptCheckpointError,
     DcpRemoteError,
-    ObjectNotFoundError,
-    UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.format.manifest_json import Head
-from dcp_remote.run.conditional_put import Backoff, FailedPut, put_until_settled
+from dcp_remote.run.conditional_put import Backoff, FailedPut, find, put_until_settled
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.rereads import RereadingStore
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Object at the manifest's key, as it was read.
+    """Object at the manifest's key, as it was read."""
 
-    Attributes:
-        version: Version of the object; None if there is none.
-        head: Identity of the save that wrote it; None if there is no object, or if it cannot be read.
-        unreadable: Reason why the object cannot be read; None if it can, or if there is none.
-    """
-
-    version: Version | None
-    head: Head | None
-    unreadable: str | None = None
+    version: Version | None  # None if there is no object
+    head: Head | None  # save that wrote it; None if there is no object, or if it cannot be read
+    unreadable: str | None = None  # why the object cannot be read; None if it can, or if there is none
 
     @property
     def committed(self) -> bool:
@@ -55,60 +43,18 @@ class Slot:
 
 def read_slot(store: ObjectStore) -> Slot:
     """Read the object at the manifest's key; one GET, and one more if it cannot be read. Coordinator only."""
-    slot = _look_once(store)
-    return slot if slot.unreadable is None else _look_once(RereadingStore(store))
+    found = find(store, MANIFEST_KEY, manifest_json.decode_head, limit_bytes=STORED_BYTES_MAX)
+    return Slot(found.version, found.content, unreadable=str(found.error) if found.error is not None else None)
 
 
-def _look_once(store: ObjectStore) -> Slot:
-    try:
-        content = store.get(MANIFEST_KEY, limit_bytes=STORED_BYTES_MAX)
-    except ObjectNotFoundError:
-        return Slot(None, None)
-    except CorruptCheckpointError as error:
-        # The object is larger than any manifest, and still must not be taken for the absence of one.
-        return _head(store, unreadable=str(error))
-    try:
-        return Slot(content.version, manifest_json.decode_head(content.data))
-    except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return Slot(content.version, None, unreadable=str(error))
-
-
-def _head(store: ObjectStore, *, unreadable: str) -> Slot:
-    try:
-        return Slot(store.head(MANIFEST_KEY).version, None, unreadable=unreadable)
-    except ObjectNotFoundError:
-        return Slot(None, None)
-
-
-def commit(
-    store: ObjectStore,
-    slot: Slot,
-    body: bytes,
-    *,
-    save_id: str,
-    deadline: Deadline,
-    sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = jitter,
-) -> None:
+def commit(store: ObjectStore, slot: Slot, body: bytes, *, save_id: str, deadline: Deadline) -> None:
     """Put the manifest on the condition that the slot is as it was seen; return only if it is committed.
 
-    Costs one request, unless an answer is lost. Whatever is raised, a crash of this process included, the slot holds
-    the old manifest or the new one, whole.
-
-    Args:
-        store: Store opened at the checkpoint, whose reads are retried.
-        slot: Slot as `read_slot` saw it before the first byte was uploaded.
-        body: Manifest, sealed; it carries `save_id`, so that no two are equal.
-        save_id: Id of this save.
-        deadline: Deadline until which an unclear answer is settled.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-
-    Raises:
-        CommitConflictError: Another save was committed since; this one was not.
-        CommitUnknownError: By the deadline it could not be found out whether this save is committed; or an answer was
-            lost, and the object that is there now does not tell.
-        StorageError: The store refused; nothing was committed.
+    `slot` is as `read_slot` saw it before the first byte was uploaded; `body` carries `save_id`, so that no two are
+    equal; the reads of `store` are retried. Costs one request, unless an answer is lost. Whatever is raised, a crash of
+    this process included, the slot holds the old manifest or the new one, whole: another save was committed since
+    (`CommitConflictError`), the store refused (`StorageError`), or it could not be found out (`CommitUnknownError`),
+    also because an answer was lost and the object that is there now does not tell.
     """
 
     def decide(now: Slot, failed: FailedPut) -> bytes | None:
@@ -126,7 +72,7 @@ def commit(
         look=lambda: read_slot(store),
         decide=decide,
         unknown=lambda failure: _unknown(store, save_id, failure),
-        backoff=Backoff(deadline, sleep=sleep, uniform=uniform),
+        backoff=Backoff(deadline),
     )
 
 

@@ -10,17 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dcp_remote.common.deadline import Deadline, jitter
 from dcp_remote.errors import (
     CommitUnknownError,
     ConditionFailedError,
+    CorruptCheckpointError,
     DcpRemoteError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
     StorageError,
     TransientStorageError,
+    UnsupportedFormatError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.rereads import RereadingStore
 
 _FIRST_PAUSE_SECONDS = 0.1
 _PAUSE_SECONDS_MAX = 10.0
@@ -28,6 +33,58 @@ _PAUSE_SECONDS_MAX = 10.0
 # S3 answers 409 while another conditional write of the key is under way; that clears in a moment. A store that goes on
 # refusing although nothing changed does not do conditional writes.
 _REFUSALS_MAX = 12
+
+
+_Content = TypeVar("_Content")
+
+
+def require_compare_and_swap(
+    store: ObjectStore,
+    refusal: str = "A run needs a store that can replace an object on condition. Save to another store.",
+) -> None:
+    """Refuse a store that cannot replace an object on condition; `refusal` says what needs that. No request.
+
+    The only place that asks for the capability: another protocol for such stores begins here.
+    """
+    if not store.capabilities.compare_and_swap:
+        raise InvalidArgumentError(refusal, url=store.url, reason=store.capabilities.swap_refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Generic[_Content]):
+    """Object at a key, as it was read."""
+
+    version: Version | None  # None if there is no object
+    content: _Content | None = None  # None also if the object cannot be decoded
+    error: CorruptCheckpointError | UnsupportedFormatError | None = None  # why it cannot
+
+
+def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, limit_bytes: int) -> Found[_Content]:
+    """Read an object that may be damaged; one GET, and one more if it cannot be decoded.
+
+    What is damaged, or larger than the limit, is not taken for the absence of an object.
+    """
+    found = _find_once(store, key, decode, limit_bytes)
+    return found if found.error is None else _find_once(RereadingStore(store), key, decode, limit_bytes)
+
+
+def _find_once(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], limit_bytes: int) -> Found[_Content]:
+    version = None
+    try:
+        content = store.get(key, limit_bytes=limit_bytes)
+        version = content.version
+        return Found(version, decode(content.data))
+    except ObjectNotFoundError:
+        return Found(None)
+    except (CorruptCheckpointError, UnsupportedFormatError) as error:
+        return Found(version or _version_of(store, key), error=error)
+
+
+def _version_of(store: ObjectStore, key: str) -> Version | None:
+    try:
+        return store.head(key).version
+    except ObjectNotFoundError:
+        return None
 
 
 class _Versioned(Protocol):
@@ -42,15 +99,7 @@ _Seen = TypeVar("_Seen", bound=_Versioned | None)
 
 
 class Backoff:
-    """Pauses between attempts: doubled each time, with full jitter.
-
-    Args:
-        deadline: Deadline of all attempts.
-        first_seconds: Longest first pause, in seconds.
-        seconds_max: Longest pause, in seconds.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-    """
+    """Pauses between attempts: doubled each time, from `first_seconds` to `seconds_max`, with full jitter."""
 
     def __init__(
         self,
@@ -59,12 +108,10 @@ class Backoff:
         first_seconds: float | None = None,
         seconds_max: float = _PAUSE_SECONDS_MAX,
         sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = jitter,
     ) -> None:
         """Store the settings; nothing is waited for."""
-        self._deadline, self._seconds_max = deadline, seconds_max
+        self._deadline, self._seconds_max, self._sleep = deadline, seconds_max, sleep
         self._seconds = _FIRST_PAUSE_SECONDS if first_seconds is None else first_seconds
-        self._sleep, self._uniform = sleep, uniform
 
     def is_exhausted(self) -> bool:
         """Return whether the next pause, at its longest, would reach the deadline."""
@@ -72,21 +119,16 @@ class Backoff:
 
     def pause(self) -> None:
         """Wait, and double the next pause."""
-        self._sleep(self._uniform(0, self._seconds))
+        self._sleep(jitter(0, self._seconds))
         self._seconds = min(2 * self._seconds, self._seconds_max)
 
 
 @dataclass(frozen=True, slots=True)
 class FailedPut:
-    """Failure of a conditional PUT.
-
-    Attributes:
-        error: Error of the last attempt.
-        is_unclear: The last attempt or an earlier one may have been carried out, or may be still.
-    """
+    """Failure of a conditional PUT: the error of its last attempt."""
 
     error: DcpRemoteError
-    is_unclear: bool
+    is_unclear: bool  # the last attempt or an earlier one may have been carried out, or may be still
 
 
 def put_until_settled(
@@ -99,32 +141,18 @@ def put_until_settled(
     decide: Callable[[_Seen, FailedPut], bytes | None],
     unknown: Callable[[DcpRemoteError], CommitUnknownError],
     backoff: Backoff,
-) -> bytes | None:
+) -> None:
     """Put an object on the condition that it is as it was seen, until it is known what became of that.
+
+    No other write has the same bytes as `body`. The version of `seen` (None: absent) is the condition. After each
+    failure `look` reads the object, and `decide` is called with what is there now: it returns the content to put on
+    that condition, or None if the caller's write was carried out; it raises if it was not and must not be tried again.
+    `unknown` makes the error for a PUT of which it could not be found out by the deadline whether it was carried out.
 
     Costs one request; a GET and a PUT more for each failed attempt. After the last attempt the object is read once more
     even where there is no time for another PUT. Whatever is raised, a crash of this process included, the object is the
-    old one or the new one, whole.
-
-    Args:
-        store: Store whose reads are retried; a conditional PUT is not retried there, since only this function can
-            settle it.
-        key: Key of the object.
-        body: New content; no other write has the same bytes.
-        seen: Object as it was read; its version (None: absent) is the condition.
-        look: Reads the object.
-        decide: Called with the object as it is now, after each failure. Returns the content to put on that condition,
-            or None if the caller's write was carried out; raises if it was not and must not be tried again.
-        unknown: Makes the error for a PUT that may have been carried out.
-        backoff: Pauses between attempts, and their deadline.
-
-    Returns:
-        The content whose PUT succeeded; None if `decide` found it carried out.
-
-    Raises:
-        CommitUnknownError: By the deadline it could not be found out whether the object was written.
-        StorageError: The store refused; nothing was written.
-        DcpRemoteError: Error raised by `decide`.
+    old one or the new one, whole. The reads of `store` are retried; its conditional PUTs are not, since only this
+    function can settle them.
     """
     content: bytes | None = body
     refusals, is_unclear = 0, False
@@ -134,7 +162,7 @@ def put_until_settled(
         except DcpRemoteError as error:
             failure = error
         else:
-            return content
+            return
         is_unclear |= isinstance(failure, TransientStorageError)
         is_refused = isinstance(failure, ConditionFailedError)
         is_last = backoff.is_exhausted()
@@ -156,7 +184,6 @@ def put_until_settled(
             if is_last:
                 raise unknown(failure) from failure
             seen = now
-    return None
 
 
 def _version(seen: _Versioned | None) -> Version | None:
@@ -170,7 +197,7 @@ def _require_retryable(store: ObjectStore, key: str, failure: DcpRemoteError, re
     if refusals >= _REFUSALS_MAX:
         raise StorageError(
             "The store keeps refusing a conditional write although nothing changed. The store may not support such "
-            "writes, or may want ETags without quotes, as Ceph 16 does (storage_options={'etag_quotes': False}).",
+            "writes, or may want ETags without quotes, as Ceph 16 does (storage_options['etag_quotes'] = False).",
             url=store.url,
             key=key,
             attempts=refusals,

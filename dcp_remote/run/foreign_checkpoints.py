@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -50,31 +50,19 @@ _Pick: TypeAlias = Callable[[Sequence[str]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Kind of checkpoint, as a message names it.
+    """Kind of checkpoint, as a message names it."""
 
-    Attributes:
-        what: Sentence about what lies at the URL, without its end; the keys found follow in brackets.
-        advice: Sentence about what to do.
-        pick: Function from the keys to those of this kind.
-    """
-
-    what: str
-    advice: str
+    what: str  # what lies at the URL; the keys found follow in brackets
+    advice: str  # what to do; "{below}" is the URL of the folder of the first key found
     pick: _Pick
 
 
 def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECONDS) -> str | None:
-    """Describe what lies at a URL without a checkpoint, and what to do; None if nothing was recognized or found.
+    """Describe what lies at a URL without catalog and manifest, and what to do; None if nothing was recognized.
 
-    Costs a LIST of one page. Without permission to list, after a failure, and on a store that cannot list a page
-    (file systems of fsspec that are only read) the result says nothing of objects.
-
-    Args:
-        store: Store opened at a URL without catalog and without manifest.
-        retry_seconds: Seconds for which the request is retried.
-
-    Raises:
-        BucketNotFoundError: There is no such bucket.
+    Costs a LIST of one page, retried for so many seconds. Without permission to list, after a failure, and on a store
+    that cannot list a page (file systems of fsspec that are only read) the result says nothing of objects. A bucket
+    that does not exist is raised.
     """
     sentences = [_describe_name(store.url)]
     # Such a store lists everything below the URL, in any number of requests.
@@ -119,39 +107,25 @@ def _describe_name(url: str) -> str | None:
     return None
 
 
-def _matching(pattern: str) -> _Pick:
-    """Return a function that picks the keys whose last part matches; shards of ours are never picked."""
-    expression = re.compile(pattern)
+def _files(name: str) -> _Pick:
+    """Return a function that picks the files with such a name, in any folder; shards of ours are never picked."""
+    expression = re.compile(rf"(?!(?:.*/)?{SHARDS_PREFIX})(?:.*/)?(?:{name})")
 
     def pick(keys: Sequence[str]) -> list[str]:
-        return [key for key in keys if expression.fullmatch(key.rpartition("/")[2]) and not _is_ours(key)]
+        return [key for key in keys if expression.fullmatch(key)]
 
     return pick
-
-
-def _is_ours(key: str) -> bool:
-    return f"/{SHARDS_PREFIX}" in f"/{key}"
-
-
-def _folders_with(name: str, *, beside: str) -> _Pick:
-    """Return a function that picks the keys of a name one or more levels down, with others below the same folder."""
-
-    def pick(keys: Sequence[str]) -> list[str]:
-        folders = [key.removesuffix(name) for key in keys if key.endswith(f"/{name}")]
-        known = set(itertools.chain.from_iterable(map(_prefixes, keys)))
-        return [f"{folder}{name}" for folder in folders if f"{folder}{beside}" in known]
-
-    return pick
-
-
-def _prefixes(key: str) -> Iterable[str]:
-    """Return the folders above a key, each with its last slash."""
-    return (key[: match.end()] for match in re.finditer("/", key))
 
 
 def _pick_runs(keys: Sequence[str]) -> list[str]:
     # No shards are asked for: a run of large checkpoints has them on later pages.
     return [key for key in keys if key.endswith(f"/{CATALOG_KEY}")]
+
+
+def _pick_checkpoints(keys: Sequence[str]) -> list[str]:
+    """Pick the manifests of checkpoints by themselves, one or more levels down, with shards beside them."""
+    folders = {key[: match.start() + 1] for key in keys for match in re.finditer(f"/{SHARDS_PREFIX}", key)}
+    return [key for key in keys if key.endswith(f"/{MANIFEST_KEY}") and key.removesuffix(MANIFEST_KEY) in folders]
 
 
 def _pick_orphans(keys: Sequence[str]) -> list[str]:
@@ -170,23 +144,23 @@ _KINDS = (
     _Kind(
         "A checkpoint of dcp_remote by itself lies below this URL",
         "pass {below} to load or RemoteReader.",
-        _folders_with(MANIFEST_KEY, beside=SHARDS_PREFIX),
+        _pick_checkpoints,
     ),
     _Kind(
         "A checkpoint of torch's own writer lies there",
         "load it with torch.distributed.checkpoint.FileSystemReader (FsspecReader for a URL) into a dict of"
         " ModelState(model) and OptimizerState(model, optimizer), then save it once, or run `dcp-remote import`.",
-        _matching(r"\.metadata|__\d+_\d+\.distcp"),
+        _files(r"\.metadata|__\d+_\d+\.distcp"),
     ),
     _Kind(
         "A checkpoint of DeepSpeed lies there",
         "load it with the engine's load_checkpoint, then save it once.",
-        _matching(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt"),
+        _files(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt"),
     ),
     _Kind(
         "Weights in the layout of Hugging Face lie there",
         "load them with from_pretrained, then save them once, or run `dcp-remote import`.",
-        _matching(
+        _files(
             r"(?:model|adapter_model|pytorch_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
             r"|(?:model|pytorch_model)\.(?:safetensors|bin)\.index\.json"
         ),
@@ -194,12 +168,12 @@ _KINDS = (
     _Kind(
         "Files of safetensors lie there",
         "run `dcp-remote import`.",
-        _matching(r".*\.safetensors"),
+        _files(r".*\.safetensors"),
     ),
     _Kind(
         "Files of torch.save lie there",
         "load them with torch.load, then save them once, or run `dcp-remote import` with one of them.",
-        _matching(r".*\.(?:pt|pth|ckpt)"),
+        _files(r".*\.(?:pt|pth|ckpt)"),
     ),
     _Kind(
         "Manifests and shards of a save that was interrupted lie there, and no checkpoint",

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
@@ -33,7 +33,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, raise_floor, 
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, is_written_key, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import Change, missing_catalog, read_catalog, swap
-from dcp_remote.run.conditional_put import Backoff
+from dcp_remote.run.conditional_put import Backoff, require_compare_and_swap
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.lookup import Stored, exists, not_found, read_stored
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
@@ -56,35 +56,21 @@ _REFUSALS_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Objects that no live checkpoint names.
+    """Objects that no live checkpoint names."""
 
-    Attributes:
-        old: Orphans at least as old as the grace, which are removed.
-        young: Orphans younger than the grace, or of a later catalog; perhaps of a save under way.
-        abandoned: Entries of live checkpoints that a later job left behind; no orphans, and listed for information.
-        is_run: True if a run lies at the URL; False for a checkpoint by itself, whose orphans are all shards.
-    """
-
-    old: tuple[ObjectInfo, ...]
-    young: tuple[ObjectInfo, ...]
-    abandoned: tuple[Entry, ...] = ()
-    is_run: bool = False
+    old: tuple[ObjectInfo, ...]  # at least as old as the grace, and so removed
+    young: tuple[ObjectInfo, ...]  # younger than the grace, or of a later catalog; perhaps of a save under way
+    abandoned: tuple[Entry, ...] = ()  # live checkpoints that a later job left behind; no orphans, for information
+    is_run: bool = False  # False for a checkpoint by itself, whose orphans are all shards
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Result of removing orphans.
-
-    Attributes:
-        removed: Orphans that were deleted.
-        kept: Orphans younger than the grace, or of a later catalog.
-        failed: Errors of orphans that could not be deleted, by key.
-        is_run: True if a run lies at the URL; False for a checkpoint by itself.
-    """
+    """Result of removing orphans."""
 
     removed: tuple[ObjectInfo, ...]
-    kept: tuple[ObjectInfo, ...]
-    failed: dict[str, StorageError] = field(default_factory=dict)
+    kept: tuple[ObjectInfo, ...]  # younger than the grace, or of a later catalog
+    failed: dict[str, StorageError] = field(default_factory=dict)  # errors of those not deleted, by key
     is_run: bool = False
 
 
@@ -98,13 +84,10 @@ def orphans(
 ) -> Orphans:
     """Sort the orphans in a listing by age. Pure.
 
-    Args:
-        listed: Manifests and shards of a run, or shards of a checkpoint by itself.
-        not_named: Keys of those that no live checkpoint names.
-        catalog: Catalog of the run; None for a checkpoint by itself. An object whose name has a later revision belongs
-            to a save that saw another catalog: it counts as young, however old it is.
-        now_seconds: Unix time, by the clock that dates `listed`.
-        grace_seconds: Age from which an orphan is old; with 0 every orphan is, even one dated in the future.
+    `listed` has the manifests and shards of a run, or the shards of a checkpoint by itself (`catalog` is None), which
+    `now_seconds` dates by the same clock. An orphan is old from the grace on; with 0 every orphan is, even one dated in
+    the future. An object whose name has a later revision than the catalog belongs to a save that saw another catalog:
+    it counts as young, however old it is.
     """
     old: list[ObjectInfo] = []
     young: list[ObjectInfo] = []
@@ -127,21 +110,8 @@ def find_orphans(
     """Find the orphans that `remove_orphans` would remove if this machine's clock agreed with the store's; only reads.
 
     Costs two LISTs (a request per thousand objects; half a gigabyte of memory per million) and a GET of the catalog; in
-    a run also a GET of each live manifest, else a GET of the manifest.
-
-    Args:
-        store: Store opened at the URL of a run, or of a checkpoint by itself (`dcp_remote.storage.open_store`).
-        grace_seconds: Age from which an orphan is old.
-        timeout_seconds: Seconds for which requests are retried.
-        clock: Unix time in seconds; an argument for tests.
-
-    Raises:
-        CheckpointNotFoundError: There is no run, no manifest and no shard; or the run has lost its catalog.
-        CorruptCheckpointError: The catalog or a manifest is damaged, so that the objects in use are not known.
-        UnsupportedFormatError: A newer version wrote the catalog or a manifest.
-        CommitConflictError: Checkpoints were retired faster than their manifests were read.
-        InvalidArgumentError: The grace is negative, or not finite.
-        StorageError: The store refused, or did not answer in time.
+    a run also a GET of each live manifest, else a GET of the manifest. If one of these is damaged, or of a newer
+    version, the objects in use are not known, and the error says so. `clock` is Unix time, an argument for tests.
     """
     _require_grace(grace_seconds)
     deadline = Deadline(timeout_seconds)
@@ -155,8 +125,6 @@ def remove_orphans(
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float = TIMEOUT_SECONDS,
     clock: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = jitter,
 ) -> Removal:
     """Remove the orphans that are at least as old as a grace.
 
@@ -170,43 +138,23 @@ def remove_orphans(
     live manifest that is new, else a conditional PUT of the manifest, and all again after a PUT that failed; then a
     HEAD, and a DELETE per thousand orphans.
 
-    Args:
-        store: Store opened at the URL of a run, or of a checkpoint by itself (`dcp_remote.storage.open_store`).
-        grace_seconds: Age from which an orphan is removed; 0 removes all.
-        timeout_seconds: Seconds for which requests are retried.
-        clock: Unix time in seconds; an argument for tests.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-
-    Raises:
-        CheckpointNotFoundError: There is no run, no manifest and no shard; or the run has lost its catalog.
-        CorruptCheckpointError: The catalog or a manifest is damaged, so that the objects in use are not known.
-        UnsupportedFormatError: A newer version wrote the catalog or a manifest.
-        CommitConflictError: Other saves changed the manifest at each attempt, checkpoints were retired faster than
-            their manifests were read, or another run was begun here meanwhile. Nothing was removed.
-        CommitUnknownError: It is not known whether the catalog was swapped. Nothing was removed.
-        InvalidArgumentError: The store cannot replace an object on condition; or the grace is negative, or not finite.
-        StorageError: The store refused, ignores the condition of a write, or did not answer in time; nothing was
-            removed. Failures to delete are returned.
-        PermissionDeniedError: No orphan may be deleted.
+    Errors are those of `find_orphans`; also `CommitConflictError` (other saves changed the manifest at each attempt, or
+    another run was begun here), `CommitUnknownError` (of the swap), and `PermissionDeniedError` (no orphan may be
+    deleted). Nothing was removed then; other failures to delete are returned.
     """
-    if not store.capabilities.compare_and_swap:
-        raise InvalidArgumentError(
-            "This store cannot replace an object on condition, and so gc cannot tell orphans from a save under way.",
-            url=store.url,
-            reason=store.capabilities.swap_refusal,
-        )
+    require_compare_and_swap(
+        store, "This store cannot replace an object on condition, and so gc cannot tell orphans from a save under way."
+    )
     _require_grace(grace_seconds)
     deadline, live = Deadline(timeout_seconds), LiveShards()
-    reading = RetryingStore(store, deadline, sleep=sleep, random=lambda: uniform(0, 1))
-    backoff, refusals = Backoff(deadline, sleep=sleep, uniform=uniform), 0
+    reading, backoff, refusals = RetryingStore(store, deadline), Backoff(deadline), 0
     while True:
         seen = _look(store, reading, live, deadline)
         found = seen.orphans(now_seconds=clock(), grace_seconds=grace_seconds)
         if not found.old:
             return Removal(removed=(), kept=found.young, is_run=found.is_run)
         if seen.catalog is not None:
-            swap(store, _raise_floor(store, seen.catalog, found.old), deadline=deadline, sleep=sleep, uniform=uniform)
+            swap(store, _raise_floor(store, seen.catalog, found.old), deadline=deadline)
             # A save that committed before the swap may name a former orphan; after the swap none can.
             after = _live(store, live, deadline, found.old)
             if after is None:
@@ -233,31 +181,16 @@ def remove_orphans(
     removable = orphans(
         found.old, seen.not_named, catalog=seen.catalog, now_seconds=now_seconds, grace_seconds=grace_seconds
     )
-    removal = delete_orphans(store, removable, deadline, sleep=sleep, uniform=uniform)
+    removal = delete_orphans(store, removable, deadline)
     return replace(removal, kept=found.young + removal.kept)
 
 
-def delete_orphans(
-    store: ObjectStore,
-    found: Orphans,
-    deadline: Deadline,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = jitter,
-) -> Removal:
-    """Delete the old orphans; a DELETE per thousand.
+def delete_orphans(store: ObjectStore, found: Orphans, deadline: Deadline) -> Removal:
+    """Delete the old orphans, which no save can name any more; a DELETE per thousand.
 
-    Args:
-        store: Store opened at the checkpoint or run.
-        found: Orphans; no save can name them any more.
-        deadline: Deadline of all requests.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-
-    Raises:
-        PermissionDeniedError: None of the first thousand may be deleted; no more is tried.
+    If none of the first thousand may be deleted, no more is tried, and the error is raised.
     """
-    queue = DeletionQueue(store, sleep=sleep, uniform=uniform)
+    queue = DeletionQueue(store)
     queue.add(info.key for info in found.old)
     deleted = queue.delete(deadline=deadline, pause_seconds=0)
     errors = list(deleted.failed.values())
@@ -271,19 +204,12 @@ def delete_orphans(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Objects at a URL, and which of them are in use.
+    """Objects at a URL, and which of them are in use."""
 
-    Attributes:
-        listed: Manifests and shards of a run, or shards of a checkpoint by itself.
-        not_named: Keys of those that no live checkpoint names.
-        catalog: Catalog of the run; None if there is none.
-        stored: Object at the key of the manifest of a checkpoint by itself; None if there is none.
-    """
-
-    listed: Sequence[ObjectInfo]
-    not_named: Collection[str]
-    catalog: Catalog | None = None
-    stored: Stored | None = None
+    listed: Sequence[ObjectInfo]  # manifests and shards of a run, or shards of a checkpoint by itself
+    not_named: Collection[str]  # keys of those that no live checkpoint names
+    catalog: Catalog | None = None  # of the run, if there is one
+    stored: Stored | None = None  # object at the key of the manifest of a checkpoint by itself
 
     def orphans(self, *, now_seconds: float, grace_seconds: float) -> Orphans:
         return orphans(
@@ -310,23 +236,19 @@ def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: 
         if not listed:
             raise not_found(reading) from error  # most likely a wrong URL, which must not look like a clean checkpoint
         return _Seen(listed, not_named)
-    return _Seen(listed, not_named.difference(stored.shard_keys), stored=stored)
+    named = stored.manifest.shards.keys if stored.manifest is not None else ()
+    return _Seen(listed, not_named.difference(named), stored=stored)
 
 
 def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequence[ObjectInfo]) -> _Seen | None:
-    """Read the catalog and the live manifests; return which objects of a listing they name; None without a catalog.
-
-    Raises:
-        CommitConflictError: Checkpoints were retired faster than their manifests were read.
-    """
+    """Read the catalog and the live manifests; return which objects of a listing they name; None without a catalog."""
     for _ in range(_LOOKS_MAX):
-        seen = read_catalog(RetryingStore(store, deadline))
-        if seen is None:
+        catalog = read_catalog(RetryingStore(store, deadline))
+        if catalog is None:
             return None
-        unreadable = live.read(store, seen.catalog.entries, deadline)
+        unreadable = live.read(store, catalog.entries, deadline)
         if not unreadable:
-            not_named = live.not_named((info.key for info in listed), seen.catalog.entries)
-            return _Seen(listed, not_named, catalog=seen.catalog)
+            return _Seen(listed, live.not_named((info.key for info in listed), catalog.entries), catalog=catalog)
         for entry, error in unreadable.items():
             # A checkpoint retired meanwhile is no reason to stop, but the catalog must be read again: a checkpoint that
             # is not in this one may name the same shards.
@@ -363,10 +285,7 @@ def _raise_floor(store: ObjectStore, before: Catalog, old: Iterable[ObjectInfo])
 def _put_again(store: ObjectStore, stored: Stored | None, deadline: Deadline) -> None:
     """Put the manifest again under a new version, or a tombstone where there is none.
 
-    Raises:
-        CommitConflictError: A run was begun here meanwhile, where a tombstone would hide the catalog.
-        ConditionFailedError: The manifest has changed since it was read.
-        TransientStorageError: The manifest may have been put, or may be yet.
+    Refused where a run was begun meanwhile, whose catalog a tombstone would hide.
     """
     if stored is None and exists(store, CATALOG_KEY):
         raise CommitConflictError("A run was begun here meanwhile; nothing was removed. Run gc again.", url=store.url)

@@ -11,14 +11,14 @@ import math
 import os
 import re
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import SupportsFloat
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -39,7 +39,7 @@ from dcp_remote.format.catalog import (
 )
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import RunInfo
-from dcp_remote.run.catalog_store import Change, require_catalog, swap
+from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.lookup import require_no_checkpoint_by_itself, require_not_lost, wrong_step
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
@@ -56,21 +56,14 @@ _STEPS_NAMED_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLabels:
-    """Step, names and metrics of a checkpoint, as given by the user.
-
-    Attributes:
-        step: Number of finished steps of training.
-        names: Names by which it can be loaded; each belongs to one checkpoint at a time, the last that was given it.
-        metrics: Names and values of metrics; the values are finite.
-        overwrite: Replace the live checkpoint of this step, if there is one.
-        exist_ok: Keep the live checkpoint of this step if it is this job's, and add names and metrics to it. None: keep
-            the checkpoint only if this job has saved nothing since, and add nothing.
-    """
+    """Step, names and metrics of a checkpoint, as given by the user."""
 
     step: int
-    names: tuple[str, ...] = ()
-    metrics: tuple[tuple[str, float], ...] = ()
-    overwrite: bool = False
+    names: tuple[str, ...] = ()  # each belongs to one checkpoint at a time, the last that was given it
+    metrics: tuple[tuple[str, float], ...] = ()  # names and finite values
+    overwrite: bool = False  # replace the live checkpoint of this step, if there is one
+    # Keep the live checkpoint of this step if it is this job's, and add names and metrics to it. None: keep the
+    # checkpoint only if this job has saved nothing since, and add nothing.
     exist_ok: bool | None = None
 
     @classmethod
@@ -83,11 +76,7 @@ class CheckpointLabels:
         overwrite: bool = False,
         exist_ok: bool | None = None,
     ) -> CheckpointLabels:
-        """Check the arguments of a save, before anything is copied or sent.
-
-        Raises:
-            InvalidArgumentError: An argument is refused; the error names it.
-        """
+        """Check the arguments of a save, before anything is copied or sent."""
         require_step(step)
         if overwrite and exist_ok:
             raise InvalidArgumentError("overwrite and exist_ok exclude each other: pass one of them.", step=step)
@@ -110,14 +99,7 @@ def check_names(names: object, *, step: int | None = None) -> tuple[str, ...]:
 
     A name is any text of 1 to 200 characters without control characters, such as "checkpoint-500" or
     "epoch=3-step=500.ckpt", but none of `NEWEST_WORDS`. A name of digits alone would be taken for a step, on the
-    command line; so it may only be that of its own step.
-
-    Args:
-        names: Name, or names.
-        step: Step of the checkpoint; None if it is not known yet, and names of digits alone are not refused.
-
-    Raises:
-        InvalidArgumentError: A name is refused; the error names it.
+    command line; so it may only be that of its own step, and is not refused while `step` is not known.
     """
     if not isinstance(names, Iterable):
         raise InvalidArgumentError("name must be a text, or several texts.", name=names)
@@ -150,11 +132,7 @@ def _require_word(word: object) -> None:
 
 
 def require_step_or_name(step: object) -> None:
-    """Refuse what is neither a step nor a name.
-
-    Raises:
-        InvalidArgumentError: It is no text, and no integer that can be a step.
-    """
+    """Refuse what is neither a step nor a name."""
     if not isinstance(step, str):
         if type(step) is not int:
             raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
@@ -162,11 +140,7 @@ def require_step_or_name(step: object) -> None:
 
 
 def require_step(step: object) -> None:
-    """Refuse a step that is no number of finished steps.
-
-    Raises:
-        InvalidArgumentError: The step is not an integer, or out of bounds.
-    """
+    """Refuse a step that is no number of finished steps."""
     if type(step) is not int or not 0 <= step < STEP_MAX:
         raise wrong_step(step, "A step must be an integer from 0 to 2**53 - 1: the number of finished steps.")
 
@@ -184,21 +158,13 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SaveTicket:
-    """Ticket of a save that has begun, which every rank must have; can be pickled.
-
-    Attributes:
-        save_id: Id of this save; 32 lower-case hex digits.
-        run: Run, step, token and revision that its manifest records.
-        reused: save_id and manifest key of the checkpoint whose shards may be reused; None if of none.
-        before: save_id of the checkpoint at this step that is to be overwritten; None if there is none.
-        manifest: Key of its manifest; no other save writes this key.
-    """
+    """Ticket of a save that has begun, which every rank must have; can be pickled."""
 
     save_id: str
-    run: RunInfo
-    reused: tuple[str, str] | None
-    before: str | None
-    manifest: str
+    run: RunInfo  # as its manifest records it
+    reused: tuple[str, str] | None  # save_id and manifest key of the checkpoint whose shards may be reused
+    before: str | None  # save_id of the checkpoint at this step that is to be overwritten
+    manifest: str  # key of its manifest; no other save writes this key
 
 
 def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
@@ -230,25 +196,11 @@ class JobSession:
 
     A job takes the fence with its first save, and again after it went back to an older checkpoint: from then on no
     earlier job commits.
-
-    Args:
-        store: Store opened at the run.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-        new_id: Makes save_ids; an argument for tests.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = jitter,
-        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
-    ) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         """Store the settings; no request."""
         self._store = store
-        self._sleep, self._uniform, self._new_id = sleep, uniform, new_id
         self._run_id: str | None = None
         self._token: int | None = None
         self._resumed_from: int | None = None
@@ -270,7 +222,7 @@ class JobSession:
 
     def after(self, step: int) -> JobSession:
         """Make a session of this job, resumed from a checkpoint, that a thread stuck in this session cannot change."""
-        job = JobSession(self._store, sleep=self._sleep, uniform=self._uniform, new_id=self._new_id)
+        job = JobSession(self._store)
         job.resume_from(step)
         job._fence_error = self._fence_error
         return job
@@ -282,74 +234,59 @@ class JobSession:
         and a LIST where the run begins; and on a server other than the clouds' own, once per process and bucket, four
         requests that check its conditional writes.
 
-        Args:
-            note: Step, names and metrics of the checkpoint.
-            borrow: True if shards of an earlier checkpoint may be reused.
-            deadline: Deadline of all requests.
-
-        Raises:
-            CheckpointExistsError: The run has checkpoints and this job resumed from none of them; or the live
-                checkpoint of this step is not abandoned, or is pinned, or has a name that the new one is not given; or
-                a checkpoint by itself is here. Nothing was changed, except perhaps the fence.
-            InvalidArgumentError: The step is older than the newest checkpoint, and overwrites none.
-            FencedError: A newer job owns the run; raised at every later save of this job, too.
-            CheckpointNotFoundError: The run has no catalog any more.
-            CorruptCheckpointError: The catalog is damaged; or the run that this job would begin had one, and lost it.
-            CommitUnknownError: It is not known whether the fence was taken.
-            SaveTimeoutError: The deadline passed meanwhile.
-            StorageError: The store refused, or did not answer.
+        With `borrow`, shards of the newest checkpoint may be reused. Refused are (`CheckpointExistsError`) a run with
+        checkpoints of which this job resumed from none, a live checkpoint of this step that is not abandoned, is pinned
+        or has a name that the new one is not given, and a checkpoint by itself; (`InvalidArgumentError`) a step that is
+        older than the newest checkpoint and overwrites none; (`FencedError`, at every later save of this job, too) a
+        job after which a newer one took the run. Nothing is changed then, except perhaps the fence.
         """
         return self._begin_in(self._own_catalog(deadline), note, borrow=borrow)
 
     def begin_or_find(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | Entry:
         """Begin a save as `begin` does; or return the checkpoint of this step, if this job wrote or resumed from it.
 
-        Without `exist_ok` only if this job has saved nothing since.
-
-        Costs what `begin` costs.
-
-        Raises:
-            DcpRemoteError: As `begin`.
+        Without `exist_ok` only if this job has saved nothing since. Costs what `begin` costs.
         """
         catalog = self._own_catalog(deadline)
         there = catalog.entry_at(note.step)
-        is_own = there is not None and not there.abandoned and self._is_own(there)
-        if there is not None and is_own and (note.exist_ok or there == self._newest(catalog)):
-            return there
+        if there is not None and not there.abandoned:
+            # Written by this job, or resumed from, with nothing saved since.
+            is_own = there.token == self._token or there.step == self._resumed_from
+            if is_own and (note.exist_ok or there == self._newest(catalog)):
+                return there
         return self._begin_in(catalog, note, borrow=borrow)
 
     def label(self, entry: Entry, note: CheckpointLabels, *, deadline: Deadline) -> Entry:
         """Add the names and metrics of a repeated save to the checkpoint of its step, and return its entry.
 
         Costs a GET and a PUT; only the GET if the checkpoint has them, and nothing if there are none to add. After a
-        crash at any moment the catalog has all of them or none.
-
-        Raises:
-            FencedError: A newer job owns the run.
-            CommitConflictError: The checkpoint was removed or replaced meanwhile.
-            CommitUnknownError: It is not known whether they were added; the same save again finds out.
-            StorageError: The store refused; nothing was added.
+        crash at any moment the catalog has all of them or none. After `CommitUnknownError` the same save again finds
+        out whether they were added.
         """
         if not note.names and not note.metrics:
             return entry
         assert self._token is not None, "the fence is taken first"
         token = self._token
-        try:
-            catalog = self._swap(
+        with self._noting_fence():
+            catalog = swap(
+                self._store,
                 lambda now: label_entry(now, entry.save_id, token=token, names=note.names, metrics=note.metrics),
-                deadline,
+                deadline=deadline,
             )
-        except FencedError as error:
-            self._fence_error = error
-            raise
         return next(live for live in catalog.entries if live.save_id == entry.save_id)
 
     def _own_catalog(self, deadline: Deadline) -> Catalog:
         """Return the catalog, in which this job has the fence."""
         if self._fence_error is not None:
-            raise FencedError(self._fence_error.what, **self._fence_error.details)
-        try:
+            raise self._fence_error.with_details()
+        with self._noting_fence():
             return self._catalog(deadline)
+
+    @contextmanager
+    def _noting_fence(self) -> Iterator[None]:
+        """Refuse all later saves of this job once a newer job has the fence."""
+        try:
+            yield
         except FencedError as error:
             self._fence_error = error
             raise
@@ -359,15 +296,14 @@ class JobSession:
         self._require_progress(note, catalog)
         names = note.names
         if there is not None and not note.overwrite:
-            if (
-                note.exist_ok
-            ):  # the names of an abandoned checkpoint do not keep the checkpoint, but go on to the new one
+            if note.exist_ok:
+                # The names of an abandoned checkpoint do not keep the checkpoint, but go on to the new one.
                 names = tuple(dict.fromkeys((*names, *there.names)))
             self._require_replaceable(there, names, note.step)
         self._has_open_attempt = True
         base = self._newest(catalog) if borrow else None
         return SaveTicket(
-            save_id=self._new_id(),
+            save_id=uuid.uuid4().hex,
             run=RunInfo(
                 run_id=catalog.run_id,
                 step=note.step,
@@ -393,30 +329,18 @@ class JobSession:
         """Put the manifest and swap the catalog; when this returns, the checkpoint exists.
 
         Costs two PUTs and a GET. After a crash at any moment the catalog is the old or the new one, and objects that no
-        live checkpoint names are orphans.
+        live checkpoint names are orphans. `body` is the manifest, sealed, with `begun.save_id` and `begun.run`; `look`
+        is called with each catalog that the commit was decided on. Returns the catalog with the checkpoint, and its
+        entry.
 
-        Args:
-            begun: Ticket made by `begin`.
-            body: Manifest, sealed; it carries `begun.save_id` and `begun.run`.
-            size_bytes: Size of the shards that the manifest names, in bytes.
-            deadline: Deadline until which an unclear answer is settled.
-            look: Called with each catalog that the commit was decided on.
-
-        Returns:
-            The catalog with the checkpoint, and the checkpoint's entry.
-
-        Raises:
-            FencedError: A newer job owns the run.
-            BeginAgainError: Orphans were removed since this save began, or a reused checkpoint is gone. Save again.
-            CommitConflictError: Another save of this step was committed meanwhile, or the checkpoint to be replaced
-                was pinned.
-            CommitUnknownError: It is not known whether the checkpoint was committed.
-            SaveTimeoutError: The deadline passed before the swap; nothing was committed.
-            StorageError: The store refused; nothing was committed.
+        Nothing is committed after `FencedError`; `BeginAgainError` (orphans were removed since this save began, or a
+        reused checkpoint is gone); `CommitConflictError` (another save of this step was committed meanwhile, or the
+        checkpoint to be replaced was pinned); `SaveTimeoutError` (the deadline passed before the swap); `StorageError`.
+        It is not known after `CommitUnknownError`.
         """
         run = begun.run
         # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
-        RetryingStore(self._store, deadline, sleep=self._sleep).put(begun.manifest, [body])
+        RetryingStore(self._store, deadline).put(begun.manifest, [body])
         # After the deadline the caller has given up, and must not find a checkpoint committed later.
         self._require_time(deadline)
         entry = Entry(
@@ -436,11 +360,8 @@ class JobSession:
             look(now)
             return add_entry(now, attempt)
 
-        try:
-            catalog = self._swap(change, deadline)
-        except FencedError as error:
-            self._fence_error = error
-            raise
+        with self._noting_fence():
+            catalog = swap(self._store, change, deadline=deadline)
         self._has_open_attempt = False
         # The commit has marked the abandoned checkpoints, so that later saves need not.
         self._resumed_from = None
@@ -448,7 +369,7 @@ class JobSession:
 
     def _catalog(self, deadline: Deadline) -> Catalog:
         if self._token is None:
-            reading = RetryingStore(self._store, deadline, sleep=self._sleep)
+            reading = RetryingStore(self._store, deadline)
             require_no_checkpoint_by_itself(reading)
 
             def fence(now: Catalog) -> Catalog:
@@ -458,16 +379,16 @@ class JobSession:
                     require_not_lost(reading)
                 return self._take_fence(now)
 
-            catalog = self._swap(fence, deadline, create=True)
+            catalog = swap(self._store, fence, deadline=deadline, create=True)
             # If the answer came after the deadline, a later save has taken a fence of its own.
             self._require_time(deadline)
             self._run_id, self._token = catalog.run_id, catalog.token
             logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
         elif self._has_open_attempt:
             self._require_time(deadline)
-            catalog = self._swap(self._refresh, deadline)
+            catalog = swap(self._store, self._refresh, deadline=deadline)
         else:
-            catalog = require_catalog(RetryingStore(self._store, deadline, sleep=self._sleep)).catalog
+            catalog = require_catalog(RetryingStore(self._store, deadline))
         self._require_ours(catalog)
         return catalog
 
@@ -491,10 +412,6 @@ class JobSession:
                 "starts over" if self._resumed_from == -1 else f"goes on from step {self._resumed_from}",
                 _describe_abandoned(left),
             )
-
-    def _is_own(self, there: Entry) -> bool:
-        """Return whether this job wrote a checkpoint, or has saved nothing since it resumed from the checkpoint."""
-        return there.token == self._token or there.step == self._resumed_from
 
     def _require_replaceable(self, there: Entry, names: Iterable[str], step: int) -> None:
         if not (there.abandoned or self._abandons(there)):
@@ -554,9 +471,6 @@ class JobSession:
     def _newest(self, catalog: Catalog) -> Entry | None:
         counted = [entry for entry in catalog.entries if not entry.abandoned and not self._abandons(entry)]
         return max(counted, key=lambda entry: entry.step, default=None)
-
-    def _swap(self, change: Change, deadline: Deadline, *, create: bool = False) -> Catalog:
-        return swap(self._store, change, deadline=deadline, create=create, sleep=self._sleep, uniform=self._uniform)
 
 
 def _describe_process() -> str:

@@ -20,19 +20,7 @@ from dcp_remote.storage.base import ObjectStore
 def set_pin(store: ObjectStore, step: int | str, *, pin: bool, deadline: Deadline, owner: Owner | None = None) -> int:
     """Pin or unpin a checkpoint, and return its step; a GET and a PUT, or one GET if it is so already.
 
-    Args:
-        store: Store opened at the run.
-        step: Step or name of a live checkpoint.
-        pin: True to pin, False to unpin.
-        deadline: Deadline of all requests.
-        owner: Job that asks; None for a person or a tool.
-
-    Raises:
-        CheckpointNotFoundError: There is no run, or no such checkpoint.
-        FencedError: The job that asks was fenced; nothing was changed.
-        InvalidArgumentError: `step` is neither a step nor a name, or the store cannot compare and swap.
-        CommitUnknownError: It is not known whether the catalog was swapped.
-        StorageError: The store refused, or did not answer by the deadline.
+    A job that asks (`owner`; None is a person or a tool) and was fenced is refused.
     """
     chosen = _Chosen(step, store.url, owner)
     swap(store, lambda now: pin_entry(now, chosen.find(now).step, pin=pin), deadline=deadline)
@@ -50,17 +38,7 @@ def give_names(
 ) -> int:
     """Give names to a live checkpoint, all or none, and return its step. Costs and errors as of `set_pin`.
 
-    Args:
-        store: Store opened at the run.
-        step: Step or name of a live checkpoint.
-        names: Name or names; those that the checkpoint has already stay.
-        move: True to take names from the checkpoints that have them.
-        deadline: Deadline of all requests.
-        owner: Job that asks; None for a person or a tool.
-
-    Raises:
-        CheckpointExistsError: Other checkpoints have some of the names, and `move` is false.
-        InvalidArgumentError: As `set_pin`; or a name is refused, see `check_names`.
+    Names that other checkpoints have are refused, or taken from them if `move` is true.
     """
     chosen, given = _Chosen(step, store.url, owner), check_names(names)
     if not given:
@@ -80,14 +58,7 @@ def take_names(
 ) -> None:
     """Take names from the checkpoints that have them, which stay. Costs and errors as of `set_pin`.
 
-    Args:
-        store: Store opened at the run.
-        names: Name or names.
-        deadline: Deadline of all requests.
-        owner: Job that asks; None for a person or a tool.
-
-    Raises:
-        CheckpointNotFoundError: There is no run, or no checkpoint has one of the names; nothing was changed.
+    Nothing is changed if no checkpoint has one of the names.
     """
     given = check_names(names)
     save_ids: set[str] = set()

@@ -52,11 +52,7 @@ class LiveShards:
     def read(self, store: ObjectStore, entries: Iterable[Entry], deadline: Deadline) -> dict[Entry, DcpRemoteError]:
         """Read the manifests that are not known yet, a few at a time; one GET each.
 
-        Returns:
-            Errors of the manifests that cannot be read, even later: damaged, of a newer version, or gone.
-
-        Raises:
-            StorageError: The store refused, or did not answer by the deadline.
+        Returns errors of the manifests that cannot be read, even later: damaged, of a newer version, or gone.
         """
 
         def keys_of(entry: Entry) -> bytes | DcpRemoteError:
@@ -68,16 +64,12 @@ class LiveShards:
 
         missing = [entry for entry in entries if entry.manifest not in self._keys]
         failed: dict[Entry, DcpRemoteError] = {}
-        for entry, packed in zip(missing, in_parallel(keys_of, missing), strict=True):
-            if isinstance(packed, bytes):
-                self._keys[entry.manifest] = packed
+        for entry, found in zip(missing, in_parallel(keys_of, missing), strict=True):
+            if isinstance(found, DcpRemoteError):
+                failed[entry] = found
             else:
-                failed[entry] = packed
+                self._keys[entry.manifest] = found
         return failed
-
-    def objects_of(self, entries: Iterable[Entry]) -> set[str]:
-        """Return the keys of the checkpoints' manifests, and of the shards of those manifests that are known."""
-        return {key for entry in entries for key in (entry.manifest, *self._shards(entry))}
 
     def not_named(self, keys: Iterable[str], entries: Iterable[Entry]) -> set[str]:
         """Return the keys that none of these checkpoints names; all their manifests must be known."""
@@ -85,11 +77,12 @@ class LiveShards:
         for entry in entries:
             assert entry.manifest in self._keys, "an unknown manifest may name any key"
             left.discard(entry.manifest)
-            left.difference_update(self._shards(entry))
+            left.difference_update(self.shards_of(entry.manifest))
         return left
 
-    def _shards(self, entry: Entry) -> list[str]:
-        packed = self._keys.get(entry.manifest)
+    def shards_of(self, manifest_key: str) -> list[str]:
+        """Return the keys of the shards that a manifest names; [] if the manifest is not known."""
+        packed = self._keys.get(manifest_key)
         text = self._decompressor.decompress(packed).decode("ascii") if packed is not None else ""
         return text.split("\n") if text else []
 

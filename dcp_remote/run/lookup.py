@@ -30,8 +30,8 @@ from dcp_remote.format.catalog import CATALOG_KEY, NEWEST_WORDS, Catalog, Entry
 from dcp_remote.format.document import STORED_BYTES_MAX, unseal
 from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
-from dcp_remote.run import commit
 from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.commit import read_slot
 from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
@@ -41,47 +41,30 @@ logger = logging.getLogger(__name__)
 
 # An error lists so many steps of a run, the newest, and so many names that are like the one asked for.
 _STEPS_NAMED_MAX = 10
-
-# Time to look for older steps, in seconds: the load has failed, and its deadline may be near.
-_OLDER_SECONDS = 5.0
 _NEAR_MAX = 3
 
 # Comparing takes 35 µs a name; a run may have a name for each of many thousand checkpoints.
 _NAMES_COMPARED_MAX = 5_000
 
+# Time to look for older steps, in seconds: the load has failed, and its deadline may be near.
+_OLDER_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Object at the manifest's key, checked.
-
-    Attributes:
-        data: Bytes as stored.
-        version: Version of the object.
-        manifest: Manifest; None if the object is a tombstone, and so no checkpoint is here.
-    """
+    """Object at the manifest's key, as stored and checked."""
 
     data: bytes
     version: Version
-    manifest: Manifest | None
-
-    @property
-    def shard_keys(self) -> tuple[str, ...]:
-        """Keys of the shards that the manifest names."""
-        return self.manifest.shards.keys if self.manifest is not None else ()
+    manifest: Manifest | None  # None if the object is a tombstone, and so no checkpoint is here
 
 
 def read_stored(store: ObjectStore) -> Stored:
-    """Read and check the object at the manifest's key; one GET, and one more if the answer is damaged.
-
-    Raises:
-        ObjectNotFoundError: There is none.
-        CorruptCheckpointError: The object is damaged.
-        UnsupportedFormatError: A newer version wrote the object.
-    """
+    """Read and check the object at the manifest's key; one GET, and one more if the answer is damaged."""
     try:
         content, manifest = get_decoded(store, MANIFEST_KEY, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        raise type(error)(error.what, **{"url": store.url, **error.details}) from error
+        raise error.with_details(url=store.url) from error
     return Stored(content.data, content.version, manifest)
 
 
@@ -90,17 +73,8 @@ def read_manifest(
 ) -> Manifest:
     """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given).
 
-    Args:
-        store: Store opened at the checkpoint's URL, or at the run's.
-        step: Step or name of a checkpoint of a run. None is a checkpoint by itself, or the newest of a run; so are
-            `NEWEST_WORDS`.
-        retry_seconds: Seconds for which failed requests are retried.
-
-    Raises:
-        CheckpointNotFoundError: No checkpoint is committed here, or none of this step.
-        CorruptCheckpointError: The manifest or the catalog is damaged.
-        UnsupportedFormatError: A newer version wrote the manifest or the catalog.
-        InvalidArgumentError: `step` is neither a number nor a name.
+    `step` is the step or name of a checkpoint of a run; None and `NEWEST_WORDS` are a checkpoint by itself, or the
+    newest of a run.
     """
     if step is not None and type(step) not in (int, str):
         raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
@@ -114,9 +88,9 @@ def read_manifest(
             stored = None
         if stored is not None and stored.manifest is not None:
             return stored.manifest
-    seen = read_catalog(reading)
-    if seen is not None:
-        return read_entry(store, find_entry(seen.catalog, step, url=store.url), retry_seconds=retry_seconds)
+    catalog = read_catalog(reading)
+    if catalog is not None:
+        return read_entry(store, find_entry(catalog, step, url=store.url), retry_seconds=retry_seconds)
     if step is not None:
         raise no_run(reading, step)
     if stored is None:
@@ -135,13 +109,9 @@ def as_step(step: int | str | None) -> int | str | None:
 
 
 def wrong_step(step: object, what: str) -> InvalidArgumentError:
-    """Make the error for what is no step: it gives the type, and the value of numbers and texts only.
+    """Make the error for what is no step, with the message `what` and the type; the value of numbers and texts only.
 
     Anything else may be a whole state, which would fill the message.
-
-    Args:
-        step: Argument that is refused.
-        what: Message that says what a step must be.
     """
     shown = step if isinstance(step, int | float | str) else None
     if isinstance(step, Mapping) or hasattr(step, "state_dict"):
@@ -156,15 +126,9 @@ def wrong_step(step: object, what: str) -> InvalidArgumentError:
 
 
 def find_entry(catalog: Catalog, step: int | str | None, *, url: str) -> Entry:
-    """Return a checkpoint's entry in the catalog of a run. Pure.
+    """Return the entry of a step or name; of the newest checkpoint for None and for `NEWEST_WORDS`. Pure.
 
-    Args:
-        catalog: Catalog of the run.
-        step: Step or name; None or one of `NEWEST_WORDS` for the newest checkpoint that is not abandoned.
-        url: URL of the run, for the error.
-
-    Raises:
-        CheckpointNotFoundError: There is no such checkpoint; the error lists the steps and names that there are.
+    If there is none, a `CheckpointNotFoundError` lists the steps and names that there are.
     """
     entry = catalog.find(step)
     if entry is None:
@@ -177,13 +141,8 @@ def no_such_entry(
 ) -> CheckpointNotFoundError:
     """Make the error for a checkpoint that a catalog does not have; it lists steps, names and near names. Pure.
 
-    Args:
-        catalog: Catalog of the run.
-        step: Step or name that was asked for; None for the newest.
-        url: URL of the run.
-        what: Message; None for the one that says that there is no such checkpoint.
+    `what` is the message, if it is not that there is no such checkpoint.
     """
-    steps = [other.step for other in catalog.entries if not other.abandoned][-_STEPS_NAMED_MAX:]
     if what is None:
         what = "The run has no live checkpoint of this step."
         if as_step(step) is None:
@@ -195,6 +154,7 @@ def no_such_entry(
             metrics = [name for other in catalog.entries for name, _ in other.metrics]
             if step == "best" and metrics:
                 what += f" `best({metrics[-1]!r})` finds the checkpoint with the best value of a metric."
+    steps = [other.step for other in catalog.entries if not other.abandoned][-_STEPS_NAMED_MAX:]
     names = [name for other in catalog.entries for name in other.names]
     known = [*names[-_NAMES_COMPARED_MAX:], *NEWEST_WORDS]
     near = difflib.get_close_matches(step, known, n=_NEAR_MAX) if isinstance(step, str) else []
@@ -210,13 +170,7 @@ def no_such_entry(
 
 
 def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
-    """Read and check the manifest of a checkpoint of a run; one GET, and one more if the answer is damaged.
-
-    Raises:
-        CheckpointGoneError: The checkpoint was deleted, replaced or thinned since the catalog was read.
-        CorruptCheckpointError: The manifest is damaged, of another save, or gone although the catalog names it.
-        UnsupportedFormatError: A newer version wrote the manifest.
-    """
+    """Read and check the manifest of a checkpoint of a run, as `fetch_entry` and `decode_entry` do."""
     data = fetch_entry(store, entry, retry_seconds=retry_seconds)
     return decode_entry(store, entry, data, retry_seconds=retry_seconds)
 
@@ -224,19 +178,17 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
 def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> bytes:
     """Read the manifest of a checkpoint of a run as it is stored, and check its digest; one GET, or two if damaged.
 
-    Raises:
-        CheckpointGoneError: The checkpoint was deleted, replaced or thinned since the catalog was read.
-        CorruptCheckpointError: The manifest is damaged, or gone although the catalog names it.
+    If the manifest is not there, the catalog is read: `CheckpointGoneError` if the checkpoint was deleted, replaced or
+    thinned since, and else `CorruptCheckpointError`.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     try:
         return get_decoded(asking, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
     except CorruptCheckpointError as error:
-        raise _with_key(error, store, entry.manifest) from error
+        raise error.with_details(url=store.url, manifest=entry.manifest) from error
     except ObjectNotFoundError as error:
-        seen = read_catalog(asking)
-        if seen is None or entry.manifest not in {live.manifest for live in seen.catalog.entries}:
-            catalog = seen.catalog if seen is not None else None
+        catalog = read_catalog(asking)
+        if catalog is None or all(live.manifest != entry.manifest for live in catalog.entries):
             raise gone_error(catalog, save_id=entry.save_id, step=entry.step, url=store.url) from error
         raise CorruptCheckpointError(
             "The manifest of a checkpoint of the run is missing. Use another checkpoint.",
@@ -246,29 +198,10 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
         ) from error
 
 
-def read_manifest_at(
-    store: ObjectStore, key: str, *, save_id: str, retry_seconds: float = RANGE_RETRY_SECONDS
-) -> Manifest:
-    """Read and check the manifest of a save into a run; one GET, and one more if the answer is damaged.
-
-    Raises:
-        ObjectNotFoundError: The manifest is gone.
-        CorruptCheckpointError: The manifest is damaged, or of another save.
-        UnsupportedFormatError: A newer version wrote the manifest.
-    """
-    decode = partial(_decode_at, store, key, save_id=save_id)
-    return get_decoded(RetryingStore(store, Deadline(retry_seconds)), key, decode, limit_bytes=STORED_BYTES_MAX)[1]
-
-
 def decode_entry(
     store: ObjectStore, entry: Entry, data: bytes, *, retry_seconds: float = RANGE_RETRY_SECONDS
 ) -> Manifest:
-    """Decode the result of `fetch_entry` on this rank or another; no request, but one GET if the data is damaged.
-
-    Raises:
-        CorruptCheckpointError: The manifest is damaged, or of another save.
-        UnsupportedFormatError: A newer version wrote the manifest.
-    """
+    """Decode the result of `fetch_entry` on this rank or another; no request, but one GET if the data is damaged."""
     try:
         return _decode_at(store, entry.manifest, data, save_id=entry.save_id)
     except CorruptCheckpointError:
@@ -276,23 +209,24 @@ def decode_entry(
         return _decode_at(store, entry.manifest, data, save_id=entry.save_id)
 
 
+def read_manifest_at(
+    store: ObjectStore, key: str, *, save_id: str, retry_seconds: float = RANGE_RETRY_SECONDS
+) -> Manifest:
+    """Read and check the manifest of a save into a run, without a catalog; one GET, and one more if it is damaged."""
+    decode = partial(_decode_at, store, key, save_id=save_id)
+    return get_decoded(RetryingStore(store, Deadline(retry_seconds)), key, decode, limit_bytes=STORED_BYTES_MAX)[1]
+
+
 def _decode_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Manifest:
     try:
         manifest = manifest_json.decode(data)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        raise _with_key(error, store, key) from error
+        raise error.with_details(url=store.url, manifest=key) from error
     if manifest is None or manifest.save_id != save_id or manifest.run is None:
         raise CorruptCheckpointError(
             "The manifest is not that of the save that the catalog names.", url=store.url, manifest=key, save_id=save_id
         )
     return manifest
-
-
-def _with_key(
-    error: CorruptCheckpointError | UnsupportedFormatError, store: ObjectStore, key: str
-) -> CorruptCheckpointError | UnsupportedFormatError:
-    """Return the same error with the manifest's key in its details."""
-    return type(error)(error.what, **{"url": store.url, "manifest": key, **error.details})
 
 
 def explain_missing_shard(
@@ -301,7 +235,7 @@ def explain_missing_shard(
     """Make the error for a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET."""
     reading = RetryingStore(store, Deadline(retry_seconds))
     if manifest.run is None:
-        head = commit.read_slot(reading).head
+        head = read_slot(reading).head
         if head is not None and head.save_id == manifest.save_id:
             return None
         return CheckpointGoneError(
@@ -309,11 +243,10 @@ def explain_missing_shard(
             url=store.url,
             save_id=manifest.save_id,
         )
-    seen = read_catalog(reading)
-    entries = seen.catalog.entries if seen is not None else ()
+    catalog = read_catalog(reading)
+    entries = catalog.entries if catalog is not None else ()
     if any((entry.save_id, entry.thinned) == (manifest.save_id, manifest.run.thinned) for entry in entries):
         return None
-    catalog = seen.catalog if seen is not None else None
     return gone_error(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
 
 
@@ -326,11 +259,12 @@ def find_older_steps(store: ObjectStore, manifest: Manifest, *, retry_seconds: f
         return {}
     step = manifest.run.step
     try:
-        seen = read_catalog(RetryingStore(store, Deadline(min(retry_seconds, _OLDER_SECONDS))))
+        catalog = read_catalog(RetryingStore(store, Deadline(min(retry_seconds, _OLDER_SECONDS))))
     except (CorruptCheckpointError, StorageError):
-        seen = None
-    older = [entry.step for entry in seen.catalog.entries if entry.step < step and not entry.abandoned] if seen else []
-    return {"step": step, "older": ", ".join(map(str, older[: -_STEPS_NAMED_MAX - 1 : -1])) or None}
+        catalog = None
+    entries = catalog.entries if catalog is not None else ()
+    older = [entry.step for entry in reversed(entries) if entry.step < step and not entry.abandoned]
+    return {"step": step, "older": ", ".join(map(str, older[:_STEPS_NAMED_MAX])) or None}
 
 
 def gone_error(catalog: Catalog | None, *, save_id: str, step: int, url: str) -> CheckpointGoneError:
@@ -338,7 +272,7 @@ def gone_error(catalog: Catalog | None, *, save_id: str, step: int, url: str) ->
     live = catalog.entries if catalog is not None else ()
     above = [entry.step for entry in live if entry.step > step and not entry.abandoned]
     newest = catalog.latest() if catalog is not None else None
-    there = next((entry for entry in live if entry.step == step), None)
+    there = catalog.entry_at(step) if catalog is not None else None
     if there is not None and there.save_id == save_id:
         what = "The checkpoint was thinned (its optimizer was deleted) while it was being read. Load again"
     elif there is not None:
@@ -358,9 +292,7 @@ def gone_error(catalog: Catalog | None, *, save_id: str, step: int, url: str) ->
 def require_reachable(store: ObjectStore) -> None:
     """Refuse a bucket that does not exist; called where nothing was found. One request, if the store can tell.
 
-    Raises:
-        BucketNotFoundError: There is no such bucket.
-        StorageError: The store answers for another reason that no object is there, such as another region.
+    The store may also say that no object is there for another reason, such as another region (`StorageError`).
     """
     explain = getattr(store, "explain_missing", None)
     error = explain() if callable(explain) else None
@@ -371,13 +303,11 @@ def require_reachable(store: ObjectStore) -> None:
 def require_not_lost(store: ObjectStore) -> None:
     """Refuse a run that has lost its catalog, so that no job begins it anew; called where there is no catalog.
 
-    Costs a LIST; where that finds manifests, also a HEAD, since another job may have begun the run meanwhile.
-
-    Raises:
-        CorruptCheckpointError: There are manifests of a run, and no catalog, although the catalog is written first.
+    There are manifests then (`CorruptCheckpointError`), although the catalog is written first. Costs a LIST; where that
+    finds manifests, also a HEAD, since another job may have begun the run meanwhile.
     """
     try:
-        has_begun = has_manifests(store)
+        has_begun = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
     except PermissionDeniedError:
         return  # without a grant to list there is no way to tell
     if has_begun and not exists(store, CATALOG_KEY):
@@ -388,11 +318,7 @@ def require_not_lost(store: ObjectStore) -> None:
 
 
 def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
-    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run. One HEAD.
-
-    Raises:
-        CheckpointExistsError: There is a manifest.
-    """
+    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run. One HEAD."""
     if exists(store, MANIFEST_KEY):
         raise CheckpointExistsError(
             "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own. If a run was here first, "
@@ -401,26 +327,24 @@ def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
         )
 
 
-def not_found(store: ObjectStore) -> CheckpointNotFoundError:
+def not_found(
+    store: ObjectStore,
+    what: str = "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json).",
+    **details: object,
+) -> CheckpointNotFoundError:
     """Make the error for a URL with neither a checkpoint nor a run; it names what else lies there.
 
-    Costs two LISTs of a page each, and perhaps one request more.
-
-    Raises:
-        BucketNotFoundError: There is no such bucket.
-        CorruptCheckpointError: There was a run, which has lost its catalog.
+    A missing bucket, and a run that has lost its catalog, are raised instead. Costs two LISTs of a page each, and
+    perhaps one request more.
     """
-    return _not_found(store, "There is no committed checkpoint here (no manifest.json), and no run (no catalog.json).")
+    require_reachable(store)
+    require_not_lost(store)
+    return CheckpointNotFoundError(f"{what} {describe_foreign(store) or 'Check the URL.'}", url=store.url, **details)
 
 
 def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
-    """Make the error for a step of a run where there is no run; it names what lies there. Costs as `not_found`.
-
-    Raises:
-        BucketNotFoundError: There is no such bucket.
-        CorruptCheckpointError: There was a run, which has lost its catalog.
-    """
-    return _not_found(
+    """Make the error for a step of a run where there is no run, as `not_found` does."""
+    return not_found(
         store,
         "There is no run here (no catalog.json), and so no step of one. To read a checkpoint by itself, leave out the "
         "step.",
@@ -428,27 +352,14 @@ def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
     )
 
 
-def _not_found(store: ObjectStore, what: str, **details: object) -> CheckpointNotFoundError:
-    require_reachable(store)
-    require_not_lost(store)
-    return CheckpointNotFoundError(f"{what} {describe_foreign(store) or 'Check the URL.'}", url=store.url, **details)
-
-
 def find_newest(
     catalog: Catalog | None, store: ObjectStore, *, must_exist: bool, retry_seconds: float = RANGE_RETRY_SECONDS
 ) -> Entry | None:
-    """Return the newest checkpoint of a run, or None with a warning that says what else lies at the URL.
+    """Return the newest checkpoint of a run (`catalog`: None if there is none).
 
-    Where the run has no checkpoint, costs a LIST of a page; with `must_exist` also what `not_found` costs.
-
-    Args:
-        catalog: Catalog of the run; None if there is none.
-        store: Store opened at the run.
-        must_exist: True to raise if there is no checkpoint.
-        retry_seconds: Seconds for which failed requests of an error are retried.
-
-    Raises:
-        CheckpointNotFoundError: There is no checkpoint, and `must_exist` is true.
+    Where there is none, the answer is None, with a warning that says what else lies at the URL; with `must_exist` that
+    is raised, also if the run has no checkpoint yet. Costs a LIST of a page then; with `must_exist` what `not_found`
+    costs.
     """
     if catalog is not None and (newest := catalog.latest()) is not None:
         return newest
@@ -462,11 +373,6 @@ def find_newest(
         "%s: there is no checkpoint here yet; the job starts from nothing%s", store.url, f". {found}" if found else ""
     )
     return None
-
-
-def has_manifests(store: ObjectStore) -> bool:
-    """Return whether manifests of a run lie there, with a catalog or without; one LIST."""
-    return any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
 
 
 def exists(store: ObjectStore, key: str) -> bool:

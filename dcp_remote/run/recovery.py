@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CommitConflictError,
     CorruptCheckpointError,
@@ -30,14 +29,14 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, revision_of
 from dcp_remote.format.manifest import Manifest
-from dcp_remote.run.catalog_store import require_compare_and_swap, unknown_swap
-from dcp_remote.run.conditional_put import Backoff, FailedPut, put_until_settled
+from dcp_remote.run.catalog_store import unknown_swap
+from dcp_remote.run.conditional_put import Backoff, FailedPut, Found, find, put_until_settled, require_compare_and_swap
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import not_found
-from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
+from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
-from dcp_remote.storage.rereads import RereadingStore, get_decoded
+from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
@@ -52,62 +51,39 @@ _NUMBER_MAX = 2**52
 
 @dataclass(frozen=True, slots=True)
 class FoundManifest:
-    """Manifest of a run, as found in the store.
-
-    Attributes:
-        key: Key of the manifest.
-        revision: Revision in the key; for a thinned manifest later than that of the save.
-        run_id: Id of the manifest's run; None if the manifest cannot be read.
-        entry: Entry that a catalog would have for it; None if the manifest cannot be read.
-        reason: Reason why it gives no checkpoint; None if it can be read and every shard that it names is there.
-    """
+    """Manifest of a run, as found in the store."""
 
     key: str
-    revision: int
-    run_id: str | None
-    entry: Entry | None
-    reason: str | None
+    revision: int  # in the key; for a thinned manifest later than that of the save
+    run_id: str | None  # None if the manifest cannot be read
+    entry: Entry | None  # as a catalog would have it; None if the manifest cannot be read
+    reason: str | None  # why it gives no checkpoint; None if it can be read and every shard that it names is there
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Manifest that gives no checkpoint.
-
-    Attributes:
-        key: Key of the manifest.
-        step: Step of its save; None if the manifest cannot be read.
-        reason: Reason why it gives none.
-    """
+    """Manifest that gives no checkpoint."""
 
     key: str
-    step: int | None
+    step: int | None  # None if the manifest cannot be read
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Result of rebuilding the catalog of a run.
+    """Result of rebuilding the catalog of a run."""
 
-    Attributes:
-        catalog: Catalog that was, or would be, written.
-        left: Manifests that give no checkpoint.
-        damaged: A damaged catalog was there; otherwise there was none.
-    """
-
-    catalog: Catalog
-    left: tuple[LeftOut, ...]
-    damaged: bool
+    catalog: Catalog  # that was, or would be, written
+    left: tuple[LeftOut, ...]  # manifests that give no checkpoint
+    damaged: bool  # a damaged catalog was there; otherwise there was none
 
 
 def rebuild_catalog(
     found: Sequence[FoundManifest], revisions: Iterable[int], *, run_id: str
 ) -> tuple[Catalog, tuple[LeftOut, ...]]:
-    """Make a catalog from the manifests of a run; return it and the manifests that give no checkpoint. Pure.
+    """Make a catalog from all manifests of a run and the revisions in the names of all its objects. Pure.
 
-    Args:
-        found: All manifests.
-        revisions: Revisions in the names of all objects.
-        run_id: Id to give to a run of which no manifest can be read.
+    Returns it and the manifests that give no checkpoint. `run_id` is for a run of which no manifest can be read.
     """
     left = [
         LeftOut(manifest.key, manifest.entry.step if manifest.entry else None, manifest.reason)
@@ -148,55 +124,26 @@ def find_recovery(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECOND
     """Make the catalog that `recover` would write; changes nothing.
 
     Costs a GET of the catalog, a LIST of the whole run (a request per thousand objects), and a GET of each manifest.
-
-    Args:
-        store: Store opened at the run.
-        timeout_seconds: Seconds for which requests are retried.
-
-    Raises:
-        InvalidArgumentError: The catalog can be read, so that there is nothing to recover.
-        CheckpointNotFoundError: There is no object of a run here.
-        UnsupportedFormatError: A newer version wrote the catalog.
-        StorageError: The store refused, or did not answer in time.
+    A catalog that can be read is refused, also one of a newer version.
     """
     return _rebuild(RetryingStore(store, Deadline(timeout_seconds)))[0]
 
 
-def recover(
-    store: ObjectStore,
-    *,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    sleep: Callable[[float], None] = time.sleep,
-    uniform: Callable[[float, float], float] = jitter,
-) -> Recovered:
+def recover(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Recovered:
     """Rebuild the catalog and write it, unless another process writes one meanwhile. No job may use the run.
 
-    Costs as `find_recovery`, and a PUT. After a crash at any moment the catalog is as it was, or rebuilt and whole.
-
-    Args:
-        store: Store opened at the run.
-        timeout_seconds: Seconds for which requests are retried.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
-
-    Raises:
-        InvalidArgumentError: The catalog can be read, so that there is nothing to recover; or the store cannot replace
-            an object on condition.
-        CheckpointNotFoundError: There is no object of a run here.
-        UnsupportedFormatError: A newer version wrote the catalog.
-        CommitConflictError: Another catalog was written meanwhile.
-        CommitUnknownError: By the deadline it could not be found out whether the catalog was written.
-        StorageError: The store refused, or did not answer in time; nothing was written.
+    Costs as `find_recovery`, and a PUT. After a crash at any moment the catalog is as it was, or rebuilt and whole;
+    after `CommitUnknownError` it could not be found out which.
     """
     require_compare_and_swap(store)
     deadline = Deadline(timeout_seconds)
     asking = RetryingStore(store, deadline)
     recovered, there = _rebuild(asking)
-    require_conditional_writes(store, deadline, swaps=True, sleep=sleep)
+    require_conditional_writes(store, deadline, swaps=True)
     body = catalog_json.encode(recovered.catalog, uuid.uuid4().hex)
 
-    def decide(now: _Slot, failed: FailedPut) -> bytes | None:
-        if now.catalog == recovered.catalog:
+    def decide(now: Found[Catalog], failed: FailedPut) -> bytes | None:
+        if now.content == recovered.catalog:
             return None
         if now.version != there.version:
             raise CommitConflictError(
@@ -215,19 +162,19 @@ def recover(
         look=lambda: _look(asking),
         decide=decide,
         unknown=lambda failure: unknown_swap(store, failure),
-        backoff=Backoff(deadline, sleep=sleep, uniform=uniform),
+        backoff=Backoff(deadline),
     )
     logger.info("%s: recovered a catalog of %d checkpoints", store.url, len(recovered.catalog.entries))
     return recovered
 
 
-def _rebuild(store: ObjectStore) -> tuple[Recovered, _Slot]:
+def _rebuild(store: ObjectStore) -> tuple[Recovered, Found[Catalog]]:
     there = _look(store)
-    if there.catalog is not None:
+    if there.content is not None:
         raise InvalidArgumentError(
             "The catalog of this run can be read, so that there is nothing to recover.",
             url=store.url,
-            checkpoints=len(there.catalog.entries),
+            checkpoints=len(there.content.entries),
         )
     shards = {info.key: info.size_bytes for info in store.list(SHARDS_PREFIX)}
     infos = [info for info in store.list(MANIFESTS_PREFIX) if revision_of(info.key) is not None]
@@ -243,38 +190,12 @@ def _rebuild(store: ObjectStore) -> tuple[Recovered, _Slot]:
     return Recovered(catalog, left, damaged=there.version is not None), there
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Object at the catalog's key, as it was read.
-
-    Attributes:
-        version: Version of the object; None if there is none.
-        catalog: Catalog; None if there is none, or if it is damaged.
-    """
-
-    version: Version | None
-    catalog: Catalog | None = None
-
-
-def _look(store: ObjectStore) -> _Slot:
-    """Read the object at the catalog's key; one GET, and one more if the catalog is damaged."""
-    slot = _look_once(store)
-    return slot if slot.catalog is not None or slot.version is None else _look_once(RereadingStore(store))
-
-
-def _look_once(store: ObjectStore) -> _Slot:
-    try:
-        content = store.get(CATALOG_KEY, limit_bytes=catalog_json.STORED_BYTES_MAX)
-    except ObjectNotFoundError:
-        return _Slot(None)
-    except CorruptCheckpointError:  # larger than any catalog
-        return _Slot(store.head(CATALOG_KEY).version)
-    try:
-        return _Slot(content.version, catalog_json.decode(content.data))
-    except CorruptCheckpointError:
-        return _Slot(content.version)
-    except UnsupportedFormatError as error:
-        raise UnsupportedFormatError(error.what, **{"url": store.url, **error.details}) from error
+def _look(store: ObjectStore) -> Found[Catalog]:
+    """Read the object at the catalog's key; one GET, and one more if the catalog cannot be read."""
+    found = find(store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX)
+    if isinstance(found.error, UnsupportedFormatError):
+        raise found.error.with_details(url=store.url) from found.error
+    return found
 
 
 def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManifest:

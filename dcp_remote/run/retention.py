@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Catalog
-from dcp_remote.run.run import CheckpointInfo
+from dcp_remote.run.info import CheckpointInfo
 
 # Function of a user: it gets the live checkpoints that are not abandoned, by ascending step, and returns the steps to
 # delete. The newest and the pinned stay whatever it returns; named ones go, since the function sees the names.

@@ -12,9 +12,9 @@ from dcp_remote.errors import TransientStorageError
 from dcp_remote.format.catalog import Catalog
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.foreign_checkpoints import describe_foreign
+from dcp_remote.run.info import CheckpointInfo, require_run_url
 from dcp_remote.run.job import require_step
 from dcp_remote.run.lookup import require_not_lost, require_reachable
-from dcp_remote.run.run import CheckpointInfo, require_run_url
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.location import require_timeout
 from dcp_remote.storage.request_context import limit_requests
@@ -42,13 +42,7 @@ def wait_for_newer(
 ) -> CheckpointInfo | None:
     """Wait until the newest checkpoint of a run is above a step; see `Run.wait_for_newer`.
 
-    Args:
-        store: Store opened at the run.
-        step: Step; None waits for any checkpoint.
-        timeout_seconds: Longest wait, in seconds.
-        poll_seconds: Pause between two looks, in seconds.
-        clock: Monotonic clock, in seconds; an argument for tests.
-        sleep: Waits so many seconds; an argument for tests.
+    None waits for any checkpoint. `clock`, in seconds, and `sleep` are arguments for tests.
     """
     if step is not None:
         require_step(step)
@@ -79,8 +73,7 @@ def wait_for_newer(
 
 def _look(store: ObjectStore) -> Catalog | None:
     with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
-        seen = read_catalog(store)
-    return seen.catalog if seen is not None else None
+        return read_catalog(store)
 
 
 def _look_around(store: ObjectStore) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_remote.common.arrays import I64
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.manifest import TensorKind
+from dcp_remote.format.manifest import TensorKind, Tensors
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.serialization.tensors import dtype_name
 
@@ -36,26 +36,25 @@ def to_columns(dcp_metadata: Metadata) -> Planned:
     tensors = {n: m for n, m in dcp_metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     objects = {n: p for p, n in enumerate(dcp_metadata.state_dict_metadata) if n not in tensors}
     metas = list(tensors.values())
-    return Planned(
+    kinds: dict[TensorKind, int] = {}
+    kind = [kinds.setdefault(to_kind(name, meta.properties), len(kinds)) for name, meta in tensors.items()]
+    chunks = [chunk for meta in metas for chunk in meta.chunks]
+    columns = Tensors(
         names=tuple(tensors),
-        kinds=tuple(to_kind(name, meta.properties) for name, meta in tensors.items()),
+        kinds=tuple(kinds),
+        kind=np.array(kind, dtype=np.int64),
         dimensions=np.array([len(meta.size) for meta in metas], dtype=np.int64),
-        shape=_flatten(meta.size for meta in metas),
+        shape=flatten(meta.size for meta in metas),
         chunks=np.array([len(meta.chunks) for meta in metas], dtype=np.int64),
-        chunk_offsets=_flatten(chunk.offsets for meta in metas for chunk in meta.chunks),
-        chunk_sizes=_flatten(chunk.sizes for meta in metas for chunk in meta.chunks),
-        objects=tuple(objects),
-        positions=objects,
-        flatten=get_flatten_mapping(dcp_metadata.planner_data),
+        chunk_offsets=flatten(chunk.offsets for chunk in chunks),
+        chunk_sizes=flatten(chunk.sizes for chunk in chunks),
+        chunk_pieces=np.zeros(len(chunks), dtype=np.int64),
     )
+    return Planned(columns, positions=objects, flatten=get_flatten_mapping(dcp_metadata.planner_data))
 
 
 def to_kind(tensor: str, properties: TensorProperties) -> TensorKind:
-    """Convert a tensor's properties to names.
-
-    Args:
-        tensor: Name of the tensor, for the error.
-        properties: Properties of the tensor.
+    """Convert the properties of a tensor to names.
 
     Raises:
         InvalidArgumentError: The tensor has a memory format that the checkpoint format cannot hold.
@@ -77,7 +76,8 @@ def to_kind(tensor: str, properties: TensorProperties) -> TensorKind:
     )
 
 
-def _flatten(values: Iterable[Iterable[int]]) -> I64:
+def flatten(values: Iterable[Iterable[int]]) -> I64:
+    """Return the integers of all sizes or offsets, one after another."""
     return np.fromiter(chain.from_iterable(values), dtype=np.int64)
 
 

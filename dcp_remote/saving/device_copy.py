@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -37,22 +37,6 @@ class Run(NamedTuple):
         return (self.stop - self.start) * self.tensor.element_size()
 
 
-class HostCopier(Protocol):
-    """Copies from the memory of one type of device to the host."""
-
-    def allocate_pinned(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return pinned memory of this size, to which the device itself can write.
-
-        Raises:
-            RuntimeError: There is no pinned memory left.
-        """
-        ...
-
-    def copying(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a context manager for non-blocking copies: when it exits, all copies are complete."""
-        ...
-
-
 class _Cuda:
     """Copies from CUDA, and from ROCm, which torch also calls "cuda". All threads share one stream per device.
 
@@ -66,12 +50,14 @@ class _Cuda:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def allocate_pinned(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return pinned memory, to which the device itself can write; raises a RuntimeError if there is none left."""
         # The current device of a new thread is the first one, and every process of a host would allocate memory there.
         with torch.cuda.device(device):
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def copying(self, device: torch.device) -> Iterator[None]:
+        """Return a context manager for non-blocking copies: when it exits, all copies are complete."""
         with self._lock:
             stream = self._streams.get(device)
             if stream is None:
@@ -87,7 +73,7 @@ class _Cuda:
 
 
 # By type of device. From other types (XPU, MPS), each run is copied separately, into pageable memory.
-HOST_COPIERS: Mapping[str, HostCopier] = {"cuda": _Cuda()}
+HOST_COPIERS: Mapping[str, _Cuda] = {"cuda": _Cuda()}
 
 
 def pinned_bytes(size_bytes: int) -> int:
@@ -105,9 +91,6 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
 
     Call this in the thread that computed or copied the data: the current stream of each device, for which this waits,
     is that of the calling thread. Other streams are not waited for. The devices may include the CPU.
-
-    Raises:
-        RuntimeError: A device fails; raised by torch.
     """
     for device in sorted({device for device in devices if device.type != "cpu"}, key=str):
         # CUDA and XPU have streams; MPS has a single queue, and a copy from it waits for the queue.
@@ -121,10 +104,7 @@ def host_views(runs: Sequence[Run]) -> list[memoryview]:
 
     Contiguous tensors on the CPU are viewed, others are copied (see `element_bytes`). All runs from one device are
     copied into one block of pinned memory, with one wait; the block is freed with the last of its views. If there is no
-    pinned memory, the copies go to pageable memory.
-
-    Raises:
-        RuntimeError: There is no memory, or a device fails; raised by torch.
+    pinned memory, the copies go to pageable memory. torch raises a RuntimeError if a device fails.
     """
     by_device: dict[torch.device, list[int]] = {}
     for number, run in enumerate(runs):

@@ -8,34 +8,35 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_remote.common.geometry import boxes_of_run, cut_chunk
+from dcp_remote.common.units import MiB
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import ITEMS_PER_SHARD_MAX, SHARD_BYTES_MAX
 
 S = TypeVar("S")
 
+# A shard is no larger than the memory budget, because it may be copied whole. Below this size, more requests would cost
+# more than the saved memory is worth.
+_BUDGET_BYTES_MIN = 1 * MiB
+
+
+def choose_shard_bytes(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -> int:
+    """Return the largest number of bytes of data in a shard, given a memory budget."""
+    return min(limit, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
+
 
 @dataclass(frozen=True, slots=True)
 class Item(Generic[S]):
-    """Chunk of a tensor, or bytes (as a one-dimensional chunk of uint8), to be placed.
+    """Chunk of a tensor, or bytes (as a one-dimensional chunk of uint8), to be placed."""
 
-    Attributes:
-        top: Top-level key of the state dict. Items of different keys never share a shard, so that dropping the
-            optimizer later frees whole objects.
-        name: Name in the shard's header.
-        dtype: torch's name of the dtype.
-        offsets: Offsets of the chunk in its tensor, in elements.
-        sizes: Sizes of the chunk, in elements.
-        whole: True if the chunk is the whole tensor.
-        source: Bytes of the chunk, in any form; only the caller reads them.
-    """
-
+    # Top-level key of the state dict. Items of different keys never share a shard, so that dropping the optimizer later
+    # frees whole objects.
     top: str
-    name: str
+    name: str  # in the shard's header
     dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    whole: bool
-    source: S
+    offsets: tuple[int, ...]  # of the chunk in its tensor, in elements
+    sizes: tuple[int, ...]  # in elements
+    whole: bool  # True if the chunk is the whole tensor
+    source: S  # bytes of the chunk, in any form; only the caller reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,8 @@ def pack(
     """Place items into shards. Items are drawn lazily: a shard is yielded when the first item of the next is drawn.
 
     Chunks larger than a shard are cut into pieces of nearly equal length. The order of the items is kept, so that
-    neighbors are read together. The pieces of an item come in order; an item without elements has none.
-
-    Args:
-        items: Items that a rank writes; a shard ends where the top-level key changes.
-        shard_bytes_max: Largest number of bytes of data in a shard; its header and block table come on top.
-        items_per_shard_max: Largest number of pieces in a shard.
+    neighbors are read together; a shard ends where the top-level key changes. The pieces of an item come in order; an
+    item without elements has none. Header and block table of a shard come on top of `shard_bytes_max`.
     """
     shard: list[Piece[S]] = []
     filled = 0

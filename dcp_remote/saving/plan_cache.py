@@ -1,8 +1,9 @@
-"""torch's plans, kept for as long as only values change; and converted to columns, for `plan_table`.
+"""Plans of a manager's ranks, kept for as long as only values change; and converted to columns, for `plan_table`.
 
-torch can cache plans itself, in class attributes keyed by the name of the planner's class: two models in one process
-share them, and a changed dtype goes unnoticed (torch 2.13, planner_helpers.py). The cache here belongs to one manager,
-and compares everything that a plan says.
+A manager plans by itself, with `RunPlanner`; planners of users belong to `RemoteWriter`. torch's own cache of plans is
+not used: it is in class attributes, keyed by the name of the planner's class, so that two models in one process share
+it, and a changed dtype goes unnoticed (torch 2.13, planner_helpers.py). The cache here belongs to one manager, and
+compares everything that a plan says.
 
 A checkpoint holds one rank's values of a replica, which torch never compares with the others'. Here digests of all
 values are compared in the first save with a name, before anything is written. Several ranks may each write a part of
@@ -11,35 +12,33 @@ one replica; then every save compares its values, and where they have come to di
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.overrides import inherits_methods
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.format.manifest import TensorKind
-from dcp_remote.saving.dcp_metadata import get_flatten_mapping, to_kind
+from dcp_remote.saving.dcp_metadata import flatten, get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
+from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_table import (
     BUFFER,
     REPLICA,
     VALUE,
     Chunk,
-    Integers,
     PlanTable,
     Share,
     pack_names,
@@ -51,29 +50,10 @@ from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles, empty
 from dcp_remote.serialization.tensors import PLAIN_TYPES, dtype_name, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
-# A planner with all of these methods of torch's makes plans that depend only on the state and its flags, and resolves
-# items to the state's own tensors. An older torch may not have all of them.
-_METHODS = (
-    "set_up_planner",
-    "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
-    "resolve_data",
-    "lookup_object",
-    "transform_object",
-    "_dedup_save_plans",
-    "_create_global_plan",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class SharedPart:
-    """Part of a replica that several ranks write.
-
-    Attributes:
-        whole: Item of the whole replica, as this rank planned it.
-        box: Box of the part, in the replica's chunk.
-    """
+    """Part of a replica that several ranks write: the item of the whole replica, and the part's box in its chunk."""
 
     whole: WriteItem
     box: Box
@@ -81,19 +61,10 @@ class SharedPart:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Plan of one rank.
-
-    Attributes:
-        plan: torch's plan.
-        shared: Items of the plan that are parts of replicas, by index.
-    """
+    """torch's plan of one rank, and those of its items that are parts of replicas, by index."""
 
     plan: SavePlan
     shared: Mapping[MetadataIndex, SharedPart] = field(default_factory=dict)
-
-    def finish(self, planner: SavePlanner) -> RankPlan:
-        """Return the plan as the planner finishes it."""
-        return replace(self, plan=planner.finish_plan(self.plan))
 
 
 # Digest of all values of each replica that a rank writes a part of.
@@ -110,97 +81,82 @@ LISTED_BYTES = 8
 class Proposal:
     """Plan of a rank before the ranks agree: all that the rank would write if it were alone.
 
-    Attributes:
-        plan: torch's plan.
-        is_regular: True if a `PlanTable` can hold the plan.
-        large: Items that are larger than a shard and may be written in parts.
-        flags: Flags of the planner.
-        roles: Roles of the tensors that may differ between ranks: `BUFFER` or `VALUE`.
+    `large` has the numbers of the items that are larger than a shard and may be written in parts; `roles`, the role
+    (`BUFFER` or `VALUE`) of the tensors that may differ between ranks, by the number of the item.
     """
 
     plan: SavePlan
-    is_regular: bool = False
-    large: frozenset[MetadataIndex] = frozenset()
-    flags: tuple[bool, ...] = ()
-    roles: Mapping[MetadataIndex, int] = field(default_factory=dict)
-
-    @property
-    def hints(self) -> list[int | None]:
-        """Hint of each item, which the comparison of two `MetadataIndex` leaves out."""
-        return [item.index.index for item in self.plan.items]
+    large: frozenset[int] = frozenset()
+    roles: Mapping[int, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PlanCache:
     """Last plan on which all ranks agreed, as one rank keeps it; empty before the first.
 
-    Attributes:
-        key: ID of the save in which the ranks agreed. Ranks with equal keys hold plans of the same save.
-        proposal: Proposal of this rank in that save.
-        plan: Resulting plan of this rank.
+    Ranks with equal keys, which are IDs of saves, hold plans of the same save.
     """
 
     key: str | None = None
     proposal: Proposal | None = None
     plan: RankPlan = field(default_factory=lambda: RankPlan(SavePlan([])))
+    planned: Planned | None = None  # contents of the checkpoint; None on other ranks than the coordinator
 
-    def key_of(self, proposal: Proposal | None) -> str | None:
+    def key_of(self, proposal: Proposal) -> str | None:
         """Return the key if this rank proposes what it proposed then, else None."""
-        last = self.proposal
-        is_same = proposal is not None and last is not None and proposal == last and proposal.hints == last.hints
-        return self.key if is_same else None
+        return self.key if proposal == self.proposal else None
 
 
-def plans_as_torch(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
-    """Return whether a planner plans exactly as torch's `DefaultSavePlanner` does."""
-    return inherits_methods(planner, DefaultSavePlanner, _METHODS)
+class RunPlanner(DefaultSavePlanner):
+    """Planner of a manager's saves: torch's own, which also records the empty dicts of the state."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
+        """Flatten the state."""
+        super().set_up_planner(state_dict, *args, **options)
+        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
 
 
-def without_torchs_cache(planner: SavePlanner) -> SavePlanner:
-    """Return torch's planner without torch's own cache, which may hold plans of another model; others unchanged."""
-    if not plans_as_torch(planner) or not planner._enable_plan_caching:
-        return planner
-    planner = copy.copy(planner)
-    planner._enable_plan_caching = False
-    return planner
+def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:
+    """Return a rank's proposal; called on every rank, once the planner is set up. Without `roles`, all are replicas.
 
-
-def set_up(planner: SavePlanner, state: dict[str, Any], meta: StorageMeta, *, is_coordinator: bool) -> None:
-    """Set a planner up for a state; called on every rank. With torch's planner, also keep the state's empty dicts.
-
-    The mappings of a user's planner are left as they are.
-    """
-    planner.set_up_planner(state, meta, is_coordinator)
-    if plans_as_torch(planner) and planner.flatten_state_dict:
-        planner.mappings = to_flatten_items(empty_places(state)) | planner.mappings
-
-
-def propose(planner: SavePlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:
-    """Return a rank's proposal; called on every rank, once the planner is set up.
-
-    Args:
-        planner: torch's planner or a user's. Items of a user's planner are never written in parts, since it may resolve
-            them differently on each rank.
-        shard_bytes_max: Bytes of data in a shard.
-        roles: Names of the tensors whose role is known; None if all tensors are replicas.
+    Raises:
+        InvalidArgumentError: A tensor subclass plans what is no box of the tensor.
     """
     plan = planner.create_local_plan()
-    if not plans_as_torch(planner):
-        return Proposal(plan)
-    flags = (planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank)
-    is_regular = _is_regular(plan)
-    found = {item.index: _role_of(item, roles) for item in plan.items if item.tensor_data is not None} if roles else {}
-    unequal = {index: role for index, role in found.items() if role != REPLICA}
-    if planner.dedup_save_to_lowest_rank or not is_regular:
-        return Proposal(plan, is_regular, flags=flags, roles=unequal)
+    distinct: dict[object, WriteItem] = {}
+    for item in plan.items:
+        before = distinct.setdefault(_distinct_key(item), item)
+        if before.tensor_data is not None and before.tensor_data.chunk != item.tensor_data.chunk:  # type: ignore[union-attr]  # the key tells objects apart
+            raise InvalidArgumentError(
+                "A tensor plans parts that overlap. Correct its __create_write_items__, or save its plain parts.",
+                tensor=item.index.fqn,
+            )
+    if len(distinct) < len(plan.items):  # a tensor subclass may plan a chunk twice
+        plan = replace(plan, items=list(distinct.values()))
+    found = {n: _role_of(item, roles) for n, item in enumerate(plan.items) if item.tensor_data is not None and roles}
+    unequal = {number: role for number, role in found.items() if role != REPLICA}
     large = frozenset(
-        item.index
-        for item in plan.items
-        if _chunk_bytes(item) > shard_bytes_max
-        and item.index not in unequal
+        number
+        for number, item in enumerate(plan.items)
+        if chunk_bytes(item) > shard_bytes_max
+        and number not in unequal
         and _is_divisible(planner.lookup_object(item.index))
     )
-    return Proposal(plan, is_regular, large, flags, unequal)
+    return Proposal(plan, large, unequal)
+
+
+def _distinct_key(item: WriteItem) -> object:
+    """Return a key that no other item of a rank has; a chunk without elements may begin where another chunk does."""
+    data = item.tensor_data
+    if data is None and item.type == WriteItemType.BYTE_IO:
+        return item.index.fqn
+    if data is None or not len(data.chunk.offsets) == len(data.chunk.sizes) == len(data.size):
+        raise InvalidArgumentError(
+            "A tensor plans a part that is no box of the tensor. Correct its __create_write_items__, or save its plain "
+            "parts.",
+            tensor=item.index.fqn,
+        )
+    return item.index.fqn, data.chunk.offsets, 0 in data.chunk.sizes
 
 
 def _role_of(item: WriteItem, roles: TensorRoles) -> int:
@@ -211,23 +167,6 @@ def _role_of(item: WriteItem, roles: TensorRoles) -> int:
     return REPLICA if item.tensor_data.size or item.index.fqn in roles.trained else VALUE
 
 
-def _is_regular(plan: SavePlan) -> bool:
-    """Return whether all items are different, and each is an object, or a chunk that begins where its index says.
-
-    A tensor subclass that plans itself may produce any other items.
-    """
-    return len({item.index for item in plan.items}) == len(plan.items) and all(map(_is_chunk_or_object, plan.items))
-
-
-def _is_chunk_or_object(item: WriteItem) -> bool:
-    data = item.tensor_data
-    if item.type == WriteItemType.BYTE_IO or data is None:
-        return item.type == WriteItemType.BYTE_IO and data is None and item.index.offset is None
-    return item.index.offset == data.chunk.offsets and len(data.chunk.offsets) == len(data.chunk.sizes) == len(
-        data.size
-    )
-
-
 def replica_digests(
     plan: RankPlan,
     planner: SavePlanner,
@@ -236,36 +175,30 @@ def replica_digests(
     known: Digests = MappingProxyType({}),
     sets: ItemSets = MappingProxyType({}),
 ) -> Digests:
-    """Digest all values of every replica of which this rank writes a part; no request.
+    """Digest all values of every replica of which this rank writes a part, but of those in `sets`; no request.
 
-    Costs 0.05 s of CPU per GiB, without the GIL. Tensors on a device are copied to the host, a MiB at a time.
-
-    Args:
-        plan: Plan of this rank, as `to_rank_plan` returned it.
-        planner: Planner that resolves its items.
-        check: Called before each MiB; raises when the save is over.
-        known: Digests of the same values, which are not computed again.
-        sets: Sets that are compared; their tensors are left out here.
+    Costs 0.05 s of CPU per GiB, without the GIL. Tensors on a device are copied to the host, a MiB at a time, and
+    `check`, which raises when the save is over, is called before each. Digests in `known` are not computed again.
     """
-    others = {chunk_key(item.index) for items in sets.values() for item in items}
-    wholes = {chunk_key(part.whole.index): part.whole for part in plan.shared.values()}
-    wholes = {chunk: whole for chunk, whole in wholes.items() if chunk not in others}
+    others = {chunk_key(item) for items in sets.values() for item in items}
+    wholes = {chunk_key(part.whole): part.whole for part in plan.shared.values()}
     return {
         chunk: known[chunk] if chunk in known else _digest_tensor(planner.resolve_data(whole), check)
         for chunk, whole in wholes.items()
+        if chunk not in others
     }
 
 
 def compared_items(proposal: Proposal, share: Share) -> ItemSets:
-    """Return the items of a regular proposal whose values this rank compares with others'."""
+    """Return the items whose values this rank compares with others'."""
     sets: dict[int, list[WriteItem]] = {}
     for number in np.flatnonzero(share.compared).tolist():
         sets.setdefault(int(share.compared[number]), []).append(proposal.plan.items[number])
-    return {number: sorted(items, key=lambda item: chunk_key(item.index)) for number, items in sets.items()}
+    return {number: sorted(items, key=chunk_key) for number, items in sets.items()}
 
 
 def digest_sets(sets: ItemSets, planner: SavePlanner, check: Callable[[], object]) -> dict[int, bytes]:
-    """Return a digest of all values of each set; no request. Costs as `replica_digests`, which has the arguments."""
+    """Return a digest of all values of each set; no request. Costs as `replica_digests`."""
     return {
         number: digest(b"".join(_digest_tensor(planner.resolve_data(item), check) for item in items))
         for number, items in sets.items()
@@ -305,72 +238,17 @@ def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_orde
     return digest(b"".join(digests))
 
 
-def find_differing_replicas(digests: Sequence[Digests]) -> frozenset[Chunk]:
-    """Return the replicas of which ranks hold different values; coordinator only.
-
-    Args:
-        digests: Digests of each rank.
-    """
+def find_differing_replicas(digests: Iterable[Digests]) -> frozenset[Chunk]:
+    """Return the replicas of which ranks hold different values, by the digests of all ranks; coordinator only."""
     seen: dict[Chunk, bytes] = {}
     return frozenset(
         chunk for of_rank in digests for chunk, value in of_rank.items() if seen.setdefault(chunk, value) != value
     )
 
 
-def plan_all(planner: SavePlanner, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Return every rank's plan and the checkpoint's metadata, as the planner decides them; coordinator only.
-
-    Args:
-        planner: Planner of the coordinator. torch's own keeps no reference to the result, which at a thousand ranks
-            would be gigabytes.
-        plans: Plans of all ranks, in their order.
-    """
-    if plans_as_torch(planner):
-        planner = copy.copy(planner)
-        # Of buffers, the lowest rank's values are saved, and no column says here what a buffer is.
-        planner.dedup_save_to_lowest_rank = True
-    own_plans, metadata = planner.create_global_plan(list(plans))
-    return move_objects(own_plans, [object_names(plan) for plan in plans]), metadata
-
-
-def move_objects(plans: Sequence[SavePlan], held: Sequence[Collection[str]]) -> list[SavePlan]:
-    """Return final plans in which each object is written by the lowest of the ranks that planned to; coordinator only.
-
-    Args:
-        plans: Final plans of all ranks, in their order.
-        held: Names of the objects that each rank planned to write.
-    """
-    lowest: dict[str, int] = {}
-    for rank, names in enumerate(held):
-        for name in names:
-            lowest.setdefault(name, rank)
-    items, moved = [list[WriteItem]() for _ in plans], set[int]()
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            writer = lowest.get(item.index.fqn, rank) if _is_object(item) else rank
-            items[writer].append(item)
-            moved |= {rank, writer} if writer != rank else set()
-    return [replace(plan, items=items[rank]) if rank in moved else plan for rank, plan in enumerate(plans)]
-
-
-def are_cached_by_torch(plans: Sequence[SavePlan]) -> bool:
-    """Return whether torch's planner keeps final plans for later saves (`enable_plan_caching`); coordinator only."""
-    cached = {id(plan) for of_all in getattr(SavePlanner, "_cached_global_plan", {}).values() for plan in of_all}
-    return any(id(plan) in cached or not getattr(plan, "usable", True) for plan in plans)
-
-
-def object_names(plan: SavePlan) -> tuple[str, ...]:
-    """Return the names of the objects of a plan."""
-    return tuple(item.index.fqn for item in plan.items if _is_object(item))
-
-
-def _is_object(item: WriteItem) -> bool:
-    return item.type == WriteItemType.BYTE_IO
-
-
-def chunk_key(index: MetadataIndex) -> Chunk:
+def chunk_key(item: WriteItem) -> Chunk:
     """Return the key under which plan tables know an item."""
-    return index.fqn, tuple(index.offset or ())
+    return item.index.fqn, tuple(item.tensor_data.chunk.offsets) if item.tensor_data is not None else ()
 
 
 def describe_tensors(plan: SavePlan) -> Described:
@@ -381,45 +259,38 @@ def describe_tensors(plan: SavePlan) -> Described:
 
 def describe_entries(plan: SavePlan) -> Described:
     """Return what `describe_tensors` returns, and the objects of a rank's plan."""
-    return describe_tensors(plan) + tuple((name, "object", ()) for name in object_names(plan))
+    objects = (item.index.fqn for item in plan.items if item.tensor_data is None)
+    return describe_tensors(plan) + tuple((name, "object", ()) for name in objects)
 
 
-def digest_objects(proposal: Proposal, planner: SavePlanner) -> NDArray[np.uint32]:
-    """Digest the objects and numbers of a regular proposal, 32 bits each, by which ranks compare them; no request.
+def digest_objects(proposal: Proposal, planner: RunPlanner) -> NDArray[np.uint32]:
+    """Digest the objects and numbers of a proposal, 32 bits each, by which ranks compare them; no request.
 
     Costs 10 µs of CPU per small object, and 0.05 s per GiB of arrays. Objects of single ranks (`PerRank`), and those
     that have no encoding without pickle, get 0: they are not compared.
     """
-    assert plans_as_torch(planner), "only torch's planner makes regular proposals"
-    paths = planner.mappings if planner.flatten_state_dict else {}
 
     def digest_value(item: WriteItem) -> int:
         if item.tensor_data is not None:
             return int.from_bytes(_digest_tensor(planner.resolve_data(item), lambda: None)[:4]) or 1
-        is_own = paths.get(item.index.fqn, ("",))[0] == PER_RANK_KEY
+        is_own = planner.mappings[item.index.fqn][0] == PER_RANK_KEY
         return 0 if is_own else digest_object(planner.lookup_object(item.index))
 
     values = [
-        item for item in proposal.plan.items if item.tensor_data is None or proposal.roles.get(item.index) == VALUE
+        item
+        for number, item in enumerate(proposal.plan.items)
+        if item.tensor_data is None or proposal.roles.get(number) == VALUE
     ]
     return np.array([digest_value(item) for item in values], dtype=np.uint32)
 
 
-# Digests of a proposal whose objects are not compared.
-_NOT_DIGESTED: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
-
-
-def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] = _NOT_DIGESTED) -> PlanTable:
-    """Convert a regular proposal to columns.
-
-    Args:
-        proposal: Regular proposal.
-        value_digests: Digests of its objects and numbers (`digest_objects`); empty if these are not compared.
+def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None) -> PlanTable:
+    """Convert a proposal to columns; with the digests of its objects and numbers, if these are compared.
 
     Raises:
         InvalidArgumentError: A tensor has a memory format that the checkpoint format cannot hold.
     """
-    items = proposal.plan.items
+    items, paths = proposal.plan.items, get_flatten_mapping(proposal.plan.planner_data)
     data = [item.tensor_data for item in items]
     chunks = [chunk for chunk in data if chunk is not None]
     kinds: dict[tuple[TensorKind, int], int] = {}
@@ -436,29 +307,28 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] = _NOT_DIGEST
             known[key] = kinds.setdefault(made, len(kinds))
         kind.append(known[key])
     return PlanTable(
-        packed_names=pack_names([item.index.fqn for item in items], get_flatten_mapping(proposal.plan.planner_data)),
+        packed_names=pack_names([item.index.fqn for item in items], paths or {}),
         is_object=np.array([chunk is None for chunk in data], dtype=bool),
-        is_large=np.array([item.index in proposal.large for item in items], dtype=bool),
+        is_large=np.array([number in proposal.large for number in range(len(items))], dtype=bool),
         role=np.array(
-            [VALUE if item.tensor_data is None else proposal.roles.get(item.index, REPLICA) for item in items],
+            [VALUE if chunk is None else proposal.roles.get(number, REPLICA) for number, chunk in enumerate(data)],
             dtype=np.uint8,
         ),
         kind=shrink_integers(np.array(kind, dtype=np.int64)),
-        dimensions=_flatten([len(chunk.size) if chunk is not None else 0] for chunk in data),
-        shapes=_flatten(chunk.size for chunk in chunks),
-        offsets=_flatten(chunk.chunk.offsets for chunk in chunks),
-        sizes=_flatten(chunk.chunk.sizes for chunk in chunks),
+        dimensions=shrink_integers(flatten([len(chunk.size) if chunk is not None else 0] for chunk in data)),
+        shapes=shrink_integers(flatten(chunk.size for chunk in chunks)),
+        offsets=shrink_integers(flatten(chunk.chunk.offsets for chunk in chunks)),
+        sizes=shrink_integers(flatten(chunk.chunk.sizes for chunk in chunks)),
         kinds=tuple(kinds),
-        value_digests=value_digests,
+        value_digests=np.zeros(0, dtype=np.uint32) if value_digests is None else value_digests,
     )
 
 
-def _flatten(values: Iterable[Iterable[int]]) -> Integers:
-    return shrink_integers(np.fromiter(itertools.chain.from_iterable(values), dtype=np.int64))
-
-
 def to_rank_plan(proposal: Proposal, share: Share) -> RankPlan:
-    """Return the part of a rank's proposal that the rank writes."""
+    """Return the part of a rank's proposal that the rank writes.
+
+    Plan and items are copied with all their fields and classes, whatever a newer torch or a tensor subclass adds.
+    """
     parts = {part.item: part.box for part in share.parts}
     items: list[WriteItem] = []
     shared: dict[MetadataIndex, SharedPart] = {}
@@ -468,30 +338,26 @@ def to_rank_plan(proposal: Proposal, share: Share) -> RankPlan:
             items.append(item)
             continue
         box = parts.get(number)
-        own = item if box is None else _part_item(item, box)
-        index = MetadataIndex(own.index.fqn, own.index.offset, hint)
-        # Not by `replace`, which takes three times as long: a state may have a hundred thousand tensors.
-        items.append(WriteItem(index, own.type, tensor_data=own.tensor_data))
+        own = item if box is None else _part_item(item, item.tensor_data, box)
+        items.append(replace(own, index=replace(own.index, index=hint)))
         if box is not None:
             shared[own.index] = SharedPart(item, box.relative_to(item.tensor_data.chunk.offsets))
     return RankPlan(replace(proposal.plan, items=items), shared)
 
 
-def _part_item(item: WriteItem, box: Box) -> WriteItem:
+def _part_item(item: WriteItem, data: TensorWriteData, box: Box) -> WriteItem:
     """Return the item that torch would plan for the box if it were a shard."""
-    data = item.tensor_data
-    assert data is not None, "only tensors are written in parts"
     offsets = torch.Size(box.offsets)
-    return WriteItem(
-        index=MetadataIndex(item.index.fqn, offsets),
+    chunk = replace(data.chunk, offsets=offsets, sizes=torch.Size(box.sizes))
+    return replace(
+        item,
+        index=replace(item.index, offset=offsets),
         type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets, torch.Size(box.sizes)), properties=data.properties, size=data.size
-        ),
+        tensor_data=replace(data, chunk=chunk),
     )
 
 
-def _chunk_bytes(item: WriteItem) -> int:
+def chunk_bytes(item: WriteItem) -> int:
     """Return the bytes of an item's chunk; 0 for an object."""
     data = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0

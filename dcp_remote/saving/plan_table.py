@@ -25,7 +25,7 @@ from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_u
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
-from dcp_remote.format.manifest import TensorKind
+from dcp_remote.format.manifest import TensorKind, Tensors
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.rank_differences import NAMED_MAX, ObjectDifference, describe_tensor, make_difference_error
@@ -51,33 +51,19 @@ Chunk: TypeAlias = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PlanTable:
-    """Proposal of one rank: the items that it would write if it were alone, in order. All are different chunks.
+    """Proposal of one rank: the items that it would write if it were alone, in order. All are different chunks."""
 
-    Attributes:
-        packed_names: Name of each item, and the flatten mapping (see `pack_names`).
-        is_object: True for each object; other items are chunks of tensors.
-        is_large: True for each item that is larger than a shard and may be written in parts.
-        role: Role of each item.
-        kind: Index into `kinds` of each item; 0 for objects.
-        dimensions: Number of dimensions of each item; 0 for objects.
-        shapes: Shapes of the chunks' tensors, one after another.
-        offsets: Offsets of the chunks, one after another.
-        sizes: Sizes of the chunks, one after another.
-        kinds: Distinct kinds, each with its bytes per element.
-        value_digests: Digest of each value, 32 bits; 0 for a value that is not compared. Empty if no value is.
-    """
-
-    packed_names: bytes
-    is_object: Bools
-    is_large: Bools
+    packed_names: bytes  # name of each item, and the flatten mapping (see `pack_names`)
+    is_object: Bools  # True for each object; other items are chunks of tensors
+    is_large: Bools  # True for each item that is larger than a shard and may be written in parts
     role: NDArray[np.uint8]
-    kind: Integers
-    dimensions: Integers
-    shapes: Integers
-    offsets: Integers
-    sizes: Integers
-    kinds: tuple[tuple[TensorKind, int], ...]
-    value_digests: NDArray[np.uint32]
+    kind: Integers  # index into `kinds` of each item; 0 for objects
+    dimensions: Integers  # of each item; 0 for objects
+    shapes: Integers  # of the chunks' tensors, one after another
+    offsets: Integers  # of the chunks, one after another
+    sizes: Integers  # of the chunks, one after another
+    kinds: tuple[tuple[TensorKind, int], ...]  # distinct kinds, each with its bytes per element
+    value_digests: NDArray[np.uint32]  # of each value; 0 for one that is not compared. Empty if none is
 
 
 class Part(NamedTuple):
@@ -89,61 +75,39 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Items that one rank writes.
+    """Items that one rank writes."""
 
-    Attributes:
-        items: Indices of the items in the rank's table, ascending.
-        hints: Position of each item among the chunks of its tensor; 0 for objects.
-        parts: Parts, for those of the items that are written in part.
-        is_cut: True if any rank writes a part: all ranks must then compare the values that they hold.
-        has_sets: True if values of sets of tensors are compared on any rank.
-        compared: Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared.
-            Empty if there are no sets.
-    """
-
-    items: Integers
-    hints: Integers
-    parts: tuple[Part, ...]
-    is_cut: bool
-    has_sets: bool
+    items: Integers  # indices of the items in the rank's table, ascending
+    hints: Integers  # position of each item among the chunks of its tensor; 0 for objects
+    parts: tuple[Part, ...]  # for those of the items that are written in part
+    is_cut: bool  # True if any rank writes a part: all ranks must then compare the values that they hold
+    has_sets: bool  # True if values of sets of tensors are compared on any rank
+    # Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared. Empty if there
+    # are no sets.
     compared: Integers
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """Replicas, or buffers, that the same ranks hold, so that one digest of all of them compares these ranks.
+    """Replicas, or buffers, that the same ranks hold, so that one digest of all of them compares these ranks."""
 
-    Attributes:
-        ranks: Ranks, ascending.
-        chunks: Keys of the items.
-        are_buffers: True if ranks may hold different values.
-    """
-
-    ranks: I64
+    ranks: I64  # ascending
     chunks: list[Chunk]
-    are_buffers: bool
+    are_buffers: bool  # True if ranks may hold different values
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Decision on the tables of all ranks.
+    """Decision on the tables of all ranks."""
 
-    Attributes:
-        shares: Share of each rank.
-        planned: Contents of the checkpoint.
-        shared: Replicas of which several ranks write parts.
-        differing: Objects and numbers of which ranks hold different values.
-        sets: Replicas and buffers whose values are compared.
-    """
-
-    shares: list[Share]
+    shares: list[Share]  # of each rank
     planned: Planned
-    shared: frozenset[Chunk]
-    differing: tuple[ObjectDifference, ...]
-    sets: tuple[ReplicaSet, ...]
+    shared: frozenset[Chunk]  # replicas of which several ranks write parts
+    differing: tuple[ObjectDifference, ...]  # objects and numbers of which ranks hold different values
+    sets: tuple[ReplicaSet, ...]  # replicas and buffers whose values are compared
 
 
-def pack_names(names: Sequence[str], flatten: Flatten | None) -> bytes:
+def pack_names(names: Sequence[str], flatten: Flatten) -> bytes:
     """Pack names and flatten mapping. Equal on most ranks, so that the coordinator unpacks only a few."""
     return zstandard.ZstdCompressor().compress(pickle.dumps((names, flatten)))
 
@@ -171,12 +135,9 @@ def arrange(
     largest replicas are cut, as long as that saves more time than comparing their values costs. Buffers, objects and
     numbers are written by the holder with the lowest rank.
 
-    Args:
-        tables: Tables of all ranks, in their order; at least one.
-        shard_bytes_max: Bytes of data in a shard.
-        unlike: Replicas of which the holders have different values: the holder with the lowest rank writes them whole.
-        to_lowest_rank: The holder with the lowest rank writes a replica, and nothing is cut.
-        compared: Names of tensors whose values were compared; those of all others are. None to compare none.
+    Of the replicas in `unlike`, holders have different values: the holder with the lowest rank writes them whole. With
+    `to_lowest_rank` that holder writes all replicas, and nothing is cut. `compared` has the names of tensors whose
+    values were compared; those of all others are, but of none if it is None.
 
     Raises:
         InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it, or no rank has a
@@ -224,12 +185,8 @@ def arrange(
 def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
     """Refuse a state with a tensor of which no rank holds any part. For plans of torch's own planner, which has all.
 
-    Args:
-        flatten: Flatten mapping of all ranks; None if nothing was flattened, and then nothing is known.
-        entries: Names of all entries that are written.
-
     Raises:
-        InvalidArgumentError: A name that was flattened has no entry, and is no empty dict.
+        InvalidArgumentError: A name that was flattened by any rank is not in `entries`, and is no empty dict.
     """
     unheld = (flatten or {}).keys() - entries
     unheld -= empty_dicts(flatten, entries).keys() if unheld else frozenset()
@@ -247,7 +204,7 @@ class _Items:
     """Items of all ranks, one rank after another. `_choose_writers` changes `sizes` and `offsets` to those of parts."""
 
     names: list[str]  # in the order in which they first appear
-    flatten: Flatten | None
+    flatten: Flatten
     kinds: list[tuple[TensorKind, int]]
     rank_first: I64
     rank: I64
@@ -265,13 +222,9 @@ class _Items:
 
     @staticmethod
     def of(tables: Sequence[PlanTable]) -> _Items:
-        """Merge the tables of all ranks.
-
-        Raises:
-            InvalidArgumentError: Some ranks flatten their state dict, and others do not.
-        """
+        """Merge the tables of all ranks."""
         numbers: dict[str, int] = {}
-        merged: dict[str, tuple[str | int, ...]] | None = None
+        merged: dict[str, tuple[str | int, ...]] = {}
         # Paths of names for which the rank itself has no item: a rank that has the item takes precedence.
         others: dict[str, tuple[str | int, ...]] = {}
         seen: dict[bytes, I64] = {}
@@ -280,14 +233,9 @@ class _Items:
                 continue
             names, flatten = pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
             seen[packed] = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
-            if len(seen) > 1 and (flatten is None) != (merged is None):
-                raise InvalidArgumentError(
-                    "Some ranks' planners flatten their state dict, and others' do not. Use one setting on all ranks."
-                )
-            if flatten is not None:
-                merged, own = {} if merged is None else merged, frozenset(names)
-                for name, path in flatten.items():
-                    (merged if name in own else others).setdefault(name, path)
+            own = frozenset(names)
+            for name, path in flatten.items():
+                (merged if name in own else others).setdefault(name, path)
         kinds: dict[tuple[TensorKind, int], int] = {}
         kind = [
             np.array([kinds.setdefault(entry, len(kinds)) for entry in table.kinds] or [0], dtype=np.int64)[table.kind]
@@ -301,7 +249,7 @@ class _Items:
             value_digests[role == VALUE] = _column([table.value_digests for table in tables])
         return _Items(
             names=list(numbers),
-            flatten=None if merged is None else others | merged,
+            flatten=others | merged,
             kinds=list(kinds),
             rank_first=group_offsets(counts),
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
@@ -504,23 +452,20 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
     hints = np.zeros(len(items.kind), dtype=np.int64)
     hints[chunks] = np.arange(len(chunks)) - np.repeat(begins, counts)
     leads = chunks[begins]
-    dimensions = items.dimensions[leads]
-    all_dimensions = items.dimensions[chunks]
-    names = tuple(items.names[number] for number in items.name[leads].tolist())
-    planned = Planned(
-        names=names,
-        kinds=tuple(items.kinds[number][0] for number in items.kind[leads].tolist()),
-        dimensions=dimensions,
-        shape=items.shapes[concat_ranges(items.box_first[leads], dimensions)],
+    tensors = Tensors(
+        names=tuple(items.names[number] for number in items.name[leads].tolist()),
+        kinds=tuple(kind for kind, _ in items.kinds),
+        kind=items.kind[leads],
+        dimensions=items.dimensions[leads],
+        shape=items.shapes[concat_ranges(items.box_first[leads], items.dimensions[leads])],
         chunks=counts,
-        chunk_offsets=items.offsets[concat_ranges(items.box_first[chunks], all_dimensions)],
-        chunk_sizes=items.sizes[concat_ranges(items.box_first[chunks], all_dimensions)],
-        objects=tuple(items.names[number] for number in items.name[objects].tolist()),
-        positions={items.names[number]: number for number in items.name[objects].tolist()},
-        flatten=items.flatten,
+        chunk_offsets=items.offsets[concat_ranges(items.box_first[chunks], items.dimensions[chunks])],
+        chunk_sizes=items.sizes[concat_ranges(items.box_first[chunks], items.dimensions[chunks])],
+        chunk_pieces=np.zeros(len(chunks), dtype=np.int64),
     )
-    _require_tiled(planned)
-    return planned, hints
+    _require_tiled(tensors)
+    positions = {items.names[number]: number for number in items.name[objects].tolist()}
+    return Planned(tensors, positions=positions, flatten=items.flatten), hints
 
 
 def _require_one_meaning(items: _Items) -> None:
@@ -574,40 +519,31 @@ def _find_differing_objects(items: _Items, writes: Bools) -> tuple[ObjectDiffere
     return tuple(found)
 
 
-def _require_tiled(planned: Planned) -> None:
+def _require_tiled(tensors: Tensors) -> None:
     """Refuse tensors whose chunks do not tile them, before any upload; the manifest is checked again at the commit."""
-    shape_first = group_offsets(planned.dimensions)
-    chunk_first = group_offsets(planned.chunks)
-    box_first = group_offsets(np.repeat(planned.dimensions, planned.chunks))
     comparisons = Comparisons()
-    for number in np.flatnonzero(~_are_whole(planned, shape_first, box_first[chunk_first[:-1]])).tolist():
-        dimensions = int(planned.dimensions[number])
-        boxes = slice(int(box_first[chunk_first[number]]), int(box_first[chunk_first[number + 1]]))
-        shape = planned.shape[shape_first[number] : shape_first[number + 1]].tolist()
-        reason = why_not_tiled(
-            shape,
-            planned.chunk_offsets[boxes].reshape(int(planned.chunks[number]), dimensions),
-            planned.chunk_sizes[boxes].reshape(int(planned.chunks[number]), dimensions),
-            comparisons,
-        )
+    for number in np.flatnonzero(~_are_whole(tensors)).tolist():
+        shape = tensors.shape_of(number)
+        reason = why_not_tiled(shape, *tensors.boxes_of(number), comparisons)
         if reason is not None:
             raise InvalidArgumentError(
                 f"The ranks' chunks of a tensor do not make up the tensor: {reason}.",
-                tensor=planned.names[number],
-                shape=tuple(shape),
-                chunks=int(planned.chunks[number]),
+                tensor=tensors.names[number],
+                shape=shape,
+                chunks=int(tensors.chunks[number]),
             )
 
 
-def _are_whole(planned: Planned, shape_first: I64, first_box: I64) -> Bools:
+def _are_whole(tensors: Tensors) -> Bools:
     """Return which tensors consist of one whole chunk; if nothing is sharded, most do."""
-    result: Bools = planned.chunks == 1
-    for dimensions in sorted_unique(planned.dimensions).tolist():
-        numbers = np.flatnonzero(result & (planned.dimensions == dimensions))
+    result: Bools = tensors.chunks == 1
+    first_box = tensors.box_first[tensors.chunk_first[:-1]]
+    for dimensions in sorted_unique(tensors.dimensions).tolist():
+        numbers = np.flatnonzero(result & (tensors.dimensions == dimensions))
         axes = np.arange(dimensions)
-        shapes = planned.shape[shape_first[numbers, None] + axes]
+        shapes = tensors.shape[tensors.shape_first[numbers, None] + axes]
         offsets, sizes = (
-            values[first_box[numbers, None] + axes] for values in (planned.chunk_offsets, planned.chunk_sizes)
+            values[first_box[numbers, None] + axes] for values in (tensors.chunk_offsets, tensors.chunk_sizes)
         )
         result[numbers] = (sizes == shapes).all(axis=1) & (offsets == 0).all(axis=1)
     return result

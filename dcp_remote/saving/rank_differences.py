@@ -8,8 +8,7 @@ the state does no harm; buffers in a line of the log, because under DDP each for
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dcp_remote.common.text import format_count
 from dcp_remote.errors import InvalidArgumentError
@@ -33,21 +32,13 @@ SetDigests: TypeAlias = Mapping[int, bytes]
 Holders: TypeAlias = Mapping[str, Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectDifference:
-    """Object of which ranks hold different values.
-
-    Attributes:
-        name: Name of the object.
-        values: Number of different values.
-        ranks: Number of ranks that hold the object.
-        writer: Rank whose value is saved.
-    """
+class ObjectDifference(NamedTuple):
+    """Object of which ranks hold different values."""
 
     name: str
-    values: int
-    ranks: int
-    writer: int
+    values: int  # number of different values
+    ranks: int  # number of ranks that hold the object
+    writer: int  # rank whose value is saved
 
     def __str__(self) -> str:
         return f"{self.name} ({self.values} values on {self.ranks} ranks; rank {self.writer}'s is saved)"
@@ -58,12 +49,9 @@ def require_equal_tensors(
 ) -> None:
     """Refuse tensors that ranks describe differently; coordinator only.
 
-    Costs a comparison per rank, and microseconds for each tensor of each different description.
-
-    Args:
-        described: Descriptions of all ranks, in their order; None for a rank that sent none.
-        planned_names: Function that returns the names that are written: a user's planner may rename entries. None if
-            the names are those of the descriptions.
+    Costs a comparison per rank, and microseconds for each tensor of each different description. A description is None
+    for a rank that sent none. `planned_names` returns the names that are written, which a user's planner may have
+    changed; None if they are those of the descriptions.
 
     Raises:
         InvalidArgumentError: Ranks give a tensor different shapes or dtypes; names all such tensors.
@@ -102,11 +90,9 @@ def describe_tensor(dtype: str, shape: Sequence[int]) -> str:
 
 
 def make_difference_error(differing: Mapping[str, Holders], *, names: int) -> InvalidArgumentError:
-    """Return the error that says what ranks hold under names of which only one value can be saved.
+    """Return the error that says what ranks hold under `names` names, of which only one value can be saved.
 
-    Args:
-        differing: Ranks by what they hold, for `NAMED_MAX` names at least.
-        names: Number of all such names.
+    `differing` has the ranks by what they hold, for `NAMED_MAX` names at least.
     """
     named = [f"{name}: {_list_holders(holders)}" for name, holders in list(differing.items())[:NAMED_MAX]]
     return InvalidArgumentError(
@@ -119,13 +105,7 @@ def make_difference_error(differing: Mapping[str, Holders], *, names: int) -> In
 
 
 def group_by_digest(ranks: Iterable[int], digests: Sequence[SetDigests], number: int) -> list[list[int]]:
-    """Return the ranks of a set, those with equal digests together, by the lowest rank of each group.
-
-    Args:
-        ranks: Ranks of the set.
-        digests: Digests of all ranks, in their order.
-        number: Number of the set.
-    """
+    """Return the ranks of the set `number`, those with equal digests together, by the lowest rank of each group."""
     found: dict[bytes, list[int]] = {}
     for rank in ranks:
         found.setdefault(digests[rank][number], []).append(rank)
@@ -135,10 +115,8 @@ def group_by_digest(ranks: Iterable[int], digests: Sequence[SetDigests], number:
 def find_unequal(groups: Sequence[Sequence[int]], lists: Sequence[bytes], *, item_bytes: int) -> dict[int, list[str]]:
     """Return the ranks of each value of each tensor of a set that differs, as texts, by the position of the tensor.
 
-    Args:
-        groups: Ranks of the set with equal values, as `group_by_digest` returns them.
-        lists: Digests of each tensor of the set, of the first rank of each of the first groups.
-        item_bytes: Bytes of each of these digests.
+    `groups` has the ranks with equal values; `lists`, the digests of each tensor of the set, of the first rank of each
+    of the first groups.
     """
     rows = [[row[start : start + item_bytes] for start in range(0, len(row), item_bytes)] for row in lists]
     unequal: dict[int, list[str]] = {}
@@ -157,11 +135,7 @@ def choose_listing_ranks(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def make_value_error(unequal: Mapping[str, Sequence[str]]) -> InvalidArgumentError:
-    """Return the error that names replicas with different values.
-
-    Args:
-        unequal: Ranks of each value, as texts, by the name of the tensor.
-    """
+    """Return the error that names replicas with different values, and the ranks of each value, as texts."""
     named = []
     for name, holders in list(unequal.items())[:NAMED_MAX]:
         more = f" and {len(holders) - _PROPERTIES_MAX} values more" if len(holders) > _PROPERTIES_MAX else ""
@@ -181,27 +155,28 @@ def make_value_error(unequal: Mapping[str, Sequence[str]]) -> InvalidArgumentErr
 
 def describe_buffer_differences(names: Collection[str]) -> str:
     """Return the line of the log on buffers that differ between ranks."""
-    more = f", and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return (
         f"Ranks hold different values of {format_count(len(names), 'buffer')}, as of BatchNorm under DDP; each save "
-        f"holds those of the lowest rank: {', '.join(list(names)[:NAMED_MAX])}{more}"
+        f"holds those of the lowest rank: {_list_first(names, NAMED_MAX)}"
     )
 
 
 def describe_object_differences(found: Collection[ObjectDifference]) -> str:
     """Return the text of the warning."""
-    more = f", and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     return (
         f"Ranks hold different values of {format_count(len(found), 'object')}, and each save holds that of the lowest "
-        f"rank: {', '.join(map(str, list(found)[:NAMED_MAX]))}{more}. PerRank(...) in the state saves every rank's. A "
+        f"rank: {_list_first(found, NAMED_MAX)}. PerRank(...) in the state saves every rank's. A "
         "job says this once of each name."
     )
 
 
 def _list_holders(holders: Holders) -> str:
-    texts = [f"{text} on {_list_ranks(ranks)}" for text, ranks in list(holders.items())[:_PROPERTIES_MAX]]
-    more = f", and {len(holders) - _PROPERTIES_MAX} more" if len(holders) > _PROPERTIES_MAX else ""
-    return ", ".join(texts) + more
+    return _list_first([f"{text} on {_list_ranks(ranks)}" for text, ranks in holders.items()], _PROPERTIES_MAX)
+
+
+def _list_first(values: Collection[object], count: int) -> str:
+    more = f", and {len(values) - count} more" if len(values) > count else ""
+    return ", ".join(map(str, list(values)[:count])) + more
 
 
 def _list_ranks(ranks: Collection[int]) -> str:

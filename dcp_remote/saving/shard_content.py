@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from dcp_remote.common.arrays import Buffer, group_offsets
-from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, piece_digest, table_entries
+from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest, table_entries
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import SaveFailedError
+from dcp_remote.format.manifest import Pieces, Shards
 from dcp_remote.format.raw_buffers import Segments
 from dcp_remote.format.shard import HeaderEntry, header
 from dcp_remote.saving.device_copy import Run, host_views, pinned_bytes, uses_pinned_memory
@@ -71,18 +72,24 @@ def prepare_shard(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
     lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
     starts = len(front) + group_offsets(lengths)
     entries = np.array([table_entries(piece.length) for piece in pieces], dtype=np.int64)
-    written = partial(
-        WrittenShard,
-        size_bytes=int(starts[-1]),
-        data_start=len(front),
-        table=table,
-        item=np.array([piece.number for piece in pieces], dtype=np.int64),
-        start=starts[:-1],
-        length=lengths,
-        table_first=np.where(entries > 0, group_offsets(entries)[:-1], 0),
-        digests=b"".join(piece_digests),
-        first_blocks=b"".join(first_blocks),
-    )
+
+    def written(key: str) -> WrittenShard:
+        size, data_start, table_length = (
+            np.array([value], dtype=np.int64) for value in (starts[-1], len(front), len(table))
+        )
+        return WrittenShard(
+            Shards((key,), size, data_start, table_length, digest(table)),
+            Pieces(
+                shard=np.zeros(len(pieces), dtype=np.int64),
+                start=starts[:-1],
+                length=lengths,
+                table=np.where(entries > 0, group_offsets(entries)[:-1], 0),
+                digests=b"".join(piece_digests),
+            ),
+            item=np.array([piece.number for piece in pieces], dtype=np.int64),
+            first_blocks=b"".join(first_blocks),
+        )
+
     return Prepared([front, *_join_small(views)], written, partial(_check_unchanged, to_check))
 
 
@@ -98,8 +105,7 @@ def _views(pieces: Sequence[Piece[Source]]) -> Iterator[memoryview]:
 def _check_unchanged(sent: Sequence[tuple[str, memoryview, bytes]]) -> None:
     """Refuse a shard whose tensors changed while they were sent: the bytes that were sent may not fit their digests.
 
-    Args:
-        sent: Name, memory, and digest of each piece that was sent without a copy.
+    `sent` has name, memory and digest of each piece that was sent without a copy.
     """
     for name, view, expected in sent:
         if piece_digest(block_digests(view, size_bytes=block_bytes(len(view)))) != expected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -12,21 +12,24 @@ from typing import TypeGuard
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from dcp_remote.common.arrays import group_offsets
+from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
-from dcp_remote.format.manifest import JSON
+from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
-from dcp_remote.saving.dedup import Baseline, Reuse, lay_out_pieces
+from dcp_remote.saving.dcp_metadata import flatten
+from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
 from dcp_remote.saving.packing import pack
 from dcp_remote.saving.plan_cache import SharedPart
-from dcp_remote.saving.rank_report import Notes, RankReport, ReportedObject, UploadStats, WrittenShard
+from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
 from dcp_remote.saving.uploads import Uploads
-from dcp_remote.saving.write_items import Comparison, DrawnEntries, WriteItems, wait_for_sources
+from dcp_remote.saving.write_items import Drawn, WriteItems, wait_for_sources
 from dcp_remote.serialization.files import holds_imitation
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
 from dcp_remote.serialization.opaque import imitation_error
@@ -43,11 +46,9 @@ def write_shards(
     plan: SavePlan,
     planner: SavePlanner,
     uploads: Uploads[WrittenShard],
-    names: ShardNames,
     *,
-    rank: int,
-    url: str,
     allow_pickle: bool,
+    origin: str = "",
     shard_bytes_max: int = SHARD_BYTES_MAX,
     shared: Mapping[MetadataIndex, SharedPart] = MappingProxyType({}),
     base: Baseline | None = None,
@@ -60,34 +61,23 @@ def write_shards(
     the changed pieces are sent. A tensor of which nothing is reused is cut anew; in other tensors the changed pieces
     keep their bounds, if they fit into a shard. A reused piece is read once, for the comparison.
 
-    Args:
-        plan: Final plan of this rank.
-        planner: Planner that resolves its items.
-        uploads: Uploads of this save; all shards are stored when this returns.
-        names: Names of the shards, which no other writer uses.
-        rank: Rank, for the report.
-        url: URL of the checkpoint or run, for the report.
-        allow_pickle: Store objects that need code to load.
-        shard_bytes_max: Bytes of data in a shard.
-        shared: Items of the plan that are parts of a replica which several ranks write.
-        base: Baseline whose pieces may be reused, of the run at `url`; None to send everything. The commit must
-            require that a live checkpoint still names every shard of `RankReport.reused_keys`.
+    `origin` is the prefix of the shards' names; `shared` has the items that are parts of replicas. `base` must be of
+    the run that is saved into, and the commit must require that a live checkpoint still names every shard of
+    `RankReport.reused_keys`.
 
     Raises:
-        InvalidArgumentError: The baseline is of another run, so its shards are not at `url`.
         SaveFailedError: An upload failed, or the state is not what was planned.
         SaveTimeoutError: The deadline passed.
         UnsafeObjectError: An object needs code to load.
     """
-    if base is not None and base.url != url:
-        raise InvalidArgumentError("Shards of another run cannot be reused.", url=url, base_url=base.url)
     inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
     items = WriteItems(plan, planner, allow_pickle, stored, shared)
-    comparison = items.compare(base, partial(uploads.claim, 0)) if base is not None else Comparison()
+    reuse = items.compare(base, partial(uploads.claim, 0)) if base is not None else Reuse()
     is_state = _resolves_to_state(planner)
+    names = ShardNames(uploads.rank, origin)
     other_names = names.renew()
-    drawn = DrawnEntries()
-    for number, pieces in enumerate(pack(items.iterate_items(comparison, drawn), shard_bytes_max=shard_bytes_max)):
+    drawn = Drawn()
+    for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes_max)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
         wait_for_sources([piece.item.source for piece in pieces])
@@ -97,16 +87,7 @@ def write_shards(
             claimed_bytes=claimed_bytes,
             second_key=other_names.key(number),
         )
-    report = _make_report(drawn, comparison.reuse, uploads.finish(), inline, rank=rank, url=url)
-    slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
-    figures = UploadStats(
-        put_bytes=int(report.shards.sizes[: report.put].sum()),
-        reused_bytes=int(report.pieces.length[report.pieces.shard >= report.put].sum()),
-        retries=uploads.retries,
-        slowest_shard=slowest,
-        slowest_seconds=uploads.seconds.get(slowest, 0.0),
-    )
-    return replace(report, figures=figures)
+    return _make_report(drawn, reuse, uploads, inline)
 
 
 def _encode_objects(
@@ -177,57 +158,70 @@ def _resolves_to_state(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     return inherits_methods(planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object"))
 
 
-def _make_report(
-    drawn: DrawnEntries,
-    reuse: Reuse,
-    written: Sequence[WrittenShard],
-    inline: dict[str, bytes],
-    *,
-    rank: int,
-    url: str,
-) -> RankReport:
-    entries = drawn.entries
-    layout = lay_out_pieces(drawn.sources, written, reuse, entries=len(entries))
-    tensors = [n for n, (write_item, _) in enumerate(entries) if write_item.type != WriteItemType.BYTE_IO]
-    objects = [n for n, (write_item, _) in enumerate(entries) if write_item.type == WriteItemType.BYTE_IO]
-    names: dict[str, int] = {}
-    dtypes: list[str] = []
-    encodings: list[str] = []
-    for number in tensors:
-        write_item, encoding = entries[number]
-        assert write_item.tensor_data is not None
-        if write_item.index.fqn not in names:
-            names[write_item.index.fqn] = len(names)
-            dtypes.append(dtype_name(write_item.tensor_data.properties.dtype))
-            encodings.append(encoding)
-    chunks = [entries[n][0] for n in tensors]
-    boxes = [chunk.tensor_data.chunk for chunk in chunks if chunk.tensor_data is not None]
-    hints = [chunk.index.index for chunk in chunks]
+def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inline: dict[str, bytes]) -> RankReport:
+    """Wait for the uploads; merge the pieces that were sent with those that are reused, in the order of the entries."""
+    written = uploads.finish()  # in the order in which they were packed, so that pieces are in the order of the items
+    is_sent = np.array([reused is None for reused in drawn.source_reused], dtype=bool)
+    reused = [reused for reused in drawn.source_reused if reused is not None]
+    reused_pieces = reuse.pieces.take(np.array([piece for piece, _ in reused], dtype=np.int64))
+    old_shards, old_shard = np.unique(reused_pieces.shard, return_inverse=True)
+    item = np.concatenate([np.zeros(0, dtype=np.int64), *(one.item for one in written)])
+    source_pieces = np.ones(len(is_sent), dtype=np.int64)
+    source_pieces[is_sent] = np.bincount(item, minlength=np.count_nonzero(is_sent))
+    entry_pieces = group_sums(np.array(drawn.source_entry, dtype=np.int64), source_pieces, len(drawn.entries))
+    entry_piece_first = group_offsets(entry_pieces)
+    # The index of each piece, where all sent pieces come before all reused pieces.
+    is_piece_sent = np.repeat(is_sent, source_pieces)
+    order = np.empty(len(is_piece_sent), dtype=np.int64)
+    order[is_piece_sent], order[~is_piece_sent] = np.arange(len(item)), len(item) + np.arange(len(reused))
+    pieces = [replace(one.pieces, shard=one.pieces.shard + number) for number, one in enumerate(written)]
+    first_blocks = b"".join([*(one.first_blocks for one in written), *(first_block for _, first_block in reused)])
+    put_shards = Shards.concat([one.shards for one in written])
+
+    tensors: dict[str, tuple[int, str, str]] = {}  # number, dtype and encoding by name
+    chunks: list[int] = []  # indices of the entries that are chunks
+    boxes: list[ChunkStorageMetadata] = []
+    indices: list[MetadataIndex] = []
+    stored: list[StoredObject] = []
+    for number, (write_item, encoding) in enumerate(drawn.entries):
+        index, data = write_item.index, write_item.tensor_data
+        if data is None:
+            first, count = int(entry_piece_first[number]), int(entry_pieces[number])
+            stored.append(StoredObject(index.fqn, encoding, first, count))
+            continue
+        tensors.setdefault(index.fqn, (len(tensors), dtype_name(data.properties.dtype), encoding))
+        chunks.append(number)
+        boxes.append(data.chunk)
+        indices.append(index)
+    hints = [-1 if index.index is None else index.index for index in indices]
+    slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
     return RankReport(
-        rank=rank,
-        url=url,
-        shards=layout.shards,
+        rank=uploads.rank,
+        url=uploads.url,
+        shards=Shards.concat([put_shards, reuse.shards.take(old_shards)]),
         put=len(written),
-        names=tuple(names),
-        dtypes=tuple(dtypes),
-        encodings=tuple(encodings),
-        chunk_name=np.array([names[chunk.index.fqn] for chunk in chunks], dtype=np.int64),
-        chunk_hint=np.array([-1 if hint is None else hint for hint in hints], dtype=np.int64),
-        chunk_dimensions=np.array([len(box.offsets) for box in boxes], dtype=np.int64),
-        chunk_offsets=np.array([value for box in boxes for value in box.offsets], dtype=np.int64),
-        chunk_piece_first=layout.piece_first[tensors],
-        chunk_pieces=layout.piece_count[tensors],
-        pieces=layout.pieces,
+        names=tuple(tensors),
+        dtypes=tuple(dtype for _, dtype, _ in tensors.values()),
+        encodings=tuple(encoding for _, _, encoding in tensors.values()),
+        chunk_name=np.array([tensors[index.fqn][0] for index in indices], dtype=np.int64),
+        chunk_hint=np.array(hints, dtype=np.int64),
+        chunk_dimensions=flatten([len(box.offsets)] for box in boxes),
+        chunk_offsets=flatten(box.offsets for box in boxes),
+        chunk_piece_first=entry_piece_first[chunks],
+        chunk_pieces=entry_pieces[chunks],
+        pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
         inline=inline,
-        stored=tuple(
-            ReportedObject(
-                entries[n][0].index.fqn, entries[n][1], int(layout.piece_first[n]), int(layout.piece_count[n])
-            )
-            for n in objects
+        stored=tuple(stored),
+        figures=UploadStats(
+            put_bytes=int(put_shards.sizes.sum()),
+            reused_bytes=int(reused_pieces.length.sum()),
+            retries=uploads.retries,
+            slowest_shard=slowest,
+            slowest_seconds=uploads.seconds.get(slowest, 0.0),
         ),
         notes=Notes(
-            chunk_sizes=np.array([value for box in boxes for value in box.sizes], dtype=np.int64),
-            first_blocks=layout.first_blocks,
-            live_bytes=layout.live_bytes,
+            chunk_sizes=flatten(box.sizes for box in boxes),
+            first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
+            live_bytes=np.concatenate([put_shards.sizes - put_shards.data_starts, reuse.live_bytes[old_shards]]),
         ),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import NoneType
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObject
 from dcp_remote.format.json_tree import type_name
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.serialization.local_boxes import LocalBoxes
+from dcp_remote.serialization.opaque import ATOMS
 from dcp_remote.serialization.tensors import choose_encoding, empty_tensor, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
@@ -33,7 +34,7 @@ from dcp_remote.serialization.torch_tags import lacks_memory
 # state are kept up to this share, because dropping them means pinning all memory anew.
 _IDLE_MAX = 1 / 8
 
-_ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_ATOMS = ATOMS | {torch.dtype, torch.device, torch.Size}
 
 
 class Stager:
@@ -56,11 +57,8 @@ class Stager:
         """Return a complete copy of a state on the CPU, objects included. The copy is valid until the next call.
 
         Sharing is preserved: tied tensors, views of one memory, lists in two places. Python attributes of plain tensors
-        are not copied: tensors inside objects keep their attributes, all others lose them.
-
-        Raises:
-            InvalidArgumentError: A tensor has no data, or cannot be copied; names its key.
-            UnsafeObjectError: An object cannot be copied; names its key and type.
+        are not copied: tensors inside objects keep their attributes, all others lose them. Errors name the key of a
+        tensor that has no data, or of a value that cannot be copied.
         """
         storages = {id(storage): storage for storage in map(_storage, tensors_of(state)) if storage is not None}
         with torch.no_grad():
@@ -116,25 +114,21 @@ class Stager:
 
 def tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors of a state for which `Stager` keeps buffers: those that are not inside other objects."""
-    return _tensors(state, set())
-
-
-def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    stack: list[Any] = [state]
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
         if type(value) is DTensor:
-            yield from _tensors(value._local_tensor, seen)
+            stack.append(value._local_tensor)
         elif type(value) is ShardedTensor:
-            for shard in value.local_shards():
-                yield from _tensors(shard.tensor, seen)
+            stack.extend(shard.tensor for shard in reversed(value.local_shards()))
         elif isinstance(value, LocalBoxes):
-            for _, tensor in value.boxes:
-                yield tensor
-        else:
+            yield from (tensor for _, tensor in value.boxes)
+        elif isinstance(value, torch.Tensor):
             yield value
-    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
-        seen.add(id(value))
-        for element in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(element, seen)
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(reversed([*value.values()] if isinstance(value, Mapping) else value))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -153,27 +147,16 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _StateCopier:
-    """Copies of the values of one state, which share what the originals share.
-
-    Args:
-        copies: Copies of storages, by the `id` of the original.
-    """
+    """Copies of the values of one state, which share what the originals share."""
 
     def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
-        """Start with these copies of storages."""
+        """Start with copies of storages, by the `id` of the original."""
         self._copies = copies
         self._memo: dict[int, Any] = {}  # copies by `id` of the original, as `copy.deepcopy` keeps them
         self._alive: list[object] = []  # originals, kept alive so that their `id`s are not reused
 
     def copy_value(self, value: Any, path: tuple[str, ...] = (), *, inside: bool = False) -> Any:
-        """Return the copy of a value.
-
-        Args:
-            value: Value of any type.
-            path: Path of the value in the state, for errors.
-            inside: True if the value is inside an object that torch's planner does not take apart, and is stored as
-                part of that object.
-        """
+        """Return the copy of a value; `inside` if an object that torch does not take apart holds it."""
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -205,21 +188,13 @@ class _StateCopier:
         return self._copy_object(value, path)
 
     def _copy_object(self, value: object, path: tuple[str, ...]) -> object:
-        try:
+        what = "An object cannot be copied, as a background save requires. Keep it out of the state."
+        with _refusing(UnsafeObjectError, what, key=".".join(path), types=type_name(value)):
             mode = _TensorsInside(lambda tensor: self.copy_value(tensor, path, inside=True))
             with mode:
                 copied = copy.deepcopy(value, self._memo)
             wait_for_devices(mode.devices)
-        except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise UnsafeObjectError(
-                "An object cannot be copied, as a background save requires. Keep it out of the state.",
-                key=".".join(path),
-                types=type_name(value),
-                cause=error,
-            ) from error
-        return copied
+            return copied
 
     def _copy_tensor(self, tensor: torch.Tensor, path: tuple[str, ...], *, inside: bool) -> torch.Tensor:
         key = ".".join(path)
@@ -234,7 +209,8 @@ class _StateCopier:
             if not inside:
                 choose_encoding(key, tensor, allow_pickle=True)  # raises an error that names the reason
             return tensor
-        try:
+        what = "A tensor cannot be copied, as a background save requires. Save with wait=True."
+        with _refusing(InvalidArgumentError, what, tensor=key, type=type_name(tensor)):
             storage = _storage(tensor)
             if storage is not None:
                 copied = self._same_view(tensor, self._copy_storage(storage))
@@ -245,15 +221,6 @@ class _StateCopier:
                 raise AssertionError("choose_encoding refuses a tensor without memory")
             else:
                 copied = _clone(tensor)
-        except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise InvalidArgumentError(
-                "A tensor cannot be copied, as a background save requires. Save with wait=True.",
-                tensor=key,
-                type=type_name(tensor),
-                cause=error,
-            ) from error
         if type(tensor) is torch.nn.Parameter:
             return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)
@@ -317,6 +284,17 @@ class _StateCopier:
             vars(copied)[name] = self.copy_value(value, path, inside=True) if isinstance(value, torch.Tensor) else value
 
 
+@contextmanager
+def _refusing(kind: type[DcpRemoteError], what: str, **details: object) -> Iterator[None]:
+    """Raise an error with these details in place of any that is no refusal already, and no lack of memory."""
+    try:
+        yield
+    except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise kind(what, **details, cause=error) from error
+
+
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
@@ -329,10 +307,7 @@ class _TensorsInside(TorchFunctionMode):
     """Mode that copies tensors which `copy.deepcopy` finds inside objects in the same way as all other tensors.
 
     torch passes `Tensor.__deepcopy__` to a mode first, but not `Parameter.__deepcopy__`: parameters inside objects are
-    cloned on their device, which must then be waited for.
-
-    Attributes:
-        devices: Devices of these clones.
+    cloned on their devices, which must then be waited for.
     """
 
     def __init__(self, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:

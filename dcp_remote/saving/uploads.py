@@ -9,12 +9,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Generic, NoReturn, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
@@ -44,17 +44,11 @@ _KEYS_PER_CLEANUP = 100
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Generic[T]):
-    """Object that is ready to be sent.
-
-    Attributes:
-        buffers: Bytes of the object.
-        report: Returns what `finish` returns for the object, given the key under which it is stored.
-        check: Called after the object was sent; raises if its bytes may have changed meanwhile.
-    """
+    """Object that is ready to be sent."""
 
     buffers: Sequence[Buffer]
-    report: Callable[[str], T]
-    check: Callable[[], None]
+    report: Callable[[str], T]  # returns what `finish` returns for the object, given the key under which it is stored
+    check: Callable[[], None]  # called after the object was sent; raises if its bytes may have changed meanwhile
 
     @property
     def size_bytes(self) -> int:
@@ -68,7 +62,7 @@ class _Job(Generic[T]):
 
     key: str
     second_key: str
-    prepare: Callable[[], Prepared[T]]
+    prepare: Callable[[], Prepared[T]] | None  # None once the job is over
     claimed_bytes: int
     prepared: Prepared[T] | None = None  # only while the object is being sent
     began_seconds: float = math.inf  # start of the first put, by the clock of `Uploads`
@@ -90,16 +84,10 @@ class Uploads(Generic[T]):
     second key must differ: the slower put may still read the state's memory after the state has changed, and must not
     overwrite the shard. Its object is deleted when it ends; until then, its bytes stay in memory, beyond the budget.
 
-    Args:
-        store: Store to put into.
-        rank: Rank, for error messages.
-        deadline: Deadline of the save, at which retries and waiting end.
-        memory_budget_bytes: Bound of the bytes that are claimed at a time.
-        on_put: Called with key and size in bytes of each object that was put, in the thread that put it; for a
-            progress bar. An error that it raises fails the save.
-        clock: Clock, in seconds, for `seconds` and for detecting late puts.
-        pace: Latencies of the store; None for those that this process has measured.
-        discard: Called from any thread, instead of deleting, with the keys of the objects to delete.
+    `on_put` is called with key and size in bytes of each object that was put, in the thread that put it, for a progress
+    bar; an error that it raises fails the save. `discard` is called from any thread, instead of deleting, with the keys
+    of the objects to delete. `clock`, in seconds, is for `seconds` and for detecting late puts; `pace` has the
+    latencies of the store, or is None for those that this process has measured.
     """
 
     def __init__(
@@ -117,7 +105,7 @@ class Uploads(Generic[T]):
         """Store the settings; no thread is started and no request is made."""
         self._store = store
         self._discard = discard
-        self._rank = rank
+        self.rank = rank
         self._on_put = on_put
         self._clock = clock
         self._latencies = get_latency_tracker(store.url) if pace is None else pace
@@ -128,14 +116,14 @@ class Uploads(Generic[T]):
         self._sender = RetryingStore(
             store,
             Deadline(deadline.remaining_seconds(), self._cancellation.clock),
-            sleep=self._cancellation.pause,
             on_retry=self._count_retry,
         )
         self._budget_bytes = memory_budget_bytes
         self._claimed_bytes = 0
         self._unfinished = 0
         self._sent_twice = 0
-        self._seconds: dict[str, float] = {}
+        # Seconds that each put took, by key, including its attempts and the pauses between them.
+        self.seconds: dict[str, float] = {}
         self._changed = threading.Condition()
         self._pool = Workers(UPLOADS_IN_FLIGHT, "dcp_remote-upload")
         self._second_pool = Workers(SECOND_UPLOADS_IN_FLIGHT, "dcp_remote-upload-again")
@@ -178,13 +166,10 @@ class Uploads(Generic[T]):
             self._claimed_bytes += size_bytes
 
     def submit(self, key: str, prepare: Callable[[], Prepared[T]], *, claimed_bytes: int, second_key: str = "") -> None:
-        """Put one object in the background.
+        """Put one object in the background, under a key that no other writer ever uses.
 
-        Args:
-            key: Key of the object, which no other writer ever uses.
-            prepare: Returns the object; called in a worker thread.
-            claimed_bytes: Bytes that were claimed for the object, released when its upload ends.
-            second_key: Another such key, for a late put; empty to send no put twice.
+        `prepare` returns the object; it is called in a worker thread. The claimed bytes are released when the upload
+        ends. A late put is sent again under the second key, if there is one.
         """
         job = _Job(key, second_key, prepare, claimed_bytes)
         with self._changed:
@@ -207,14 +192,14 @@ class Uploads(Generic[T]):
             return [report for job in self._jobs for report in job.reports]
 
     @property
+    def url(self) -> str:
+        """URL of the store, to which keys are relative."""
+        return self._store.url
+
+    @property
     def retries(self) -> int:
         """Number of requests so far that were repeated after a failure, or sent twice because they were late."""
         return sum(self._retries.values()) + self._sent_twice
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds that each put took, by key, including its attempts and the pauses between them."""
-        return self._seconds
 
     def _wait(self) -> None:
         """Wait until a job changes, or for `WAKE_SECONDS`; with the lock held."""
@@ -241,6 +226,7 @@ class Uploads(Generic[T]):
             raise self._timeout()
 
     def _run(self, job: _Job[T]) -> None:
+        assert job.prepare is not None
         try:
             prepared = job.prepare()
         except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
@@ -269,7 +255,7 @@ class Uploads(Generic[T]):
                 if not job.stored_key and not self._is_obsolete(job):
                     job.stored_key = key
                     job.reports.append(prepared.report(key))
-                    self._seconds[key] = seconds
+                    self.seconds[key] = seconds
                     self._latencies.record(prepared.size_bytes, seconds)
             if job.stored_key == key and self._on_put is not None:
                 self._on_put(key, prepared.size_bytes)
@@ -285,12 +271,9 @@ class Uploads(Generic[T]):
                 if failure is not None:
                     self._failure = self._failure or (key, failure)
                 self._end_job(job)
-        if lost and not self._is_kept(job, key):
+        if lost and (job.stored_key != key or self._given_up):
             # Also after a failure: the store may have carried the put out, or may yet do so.
             self._delete([key])
-
-    def _is_kept(self, job: _Job[T], key: str) -> bool:
-        return job.stored_key == key and not self._given_up
 
     def _is_obsolete(self, job: _Job[T]) -> bool:
         return job.over or self._given_up
@@ -300,7 +283,7 @@ class Uploads(Generic[T]):
         job.over = True
         # Without this, the bytes of all shards would stay in memory until the last is sent.
         job.prepared = None
-        job.prepare = _nothing_to_prepare
+        job.prepare = None
         self._claimed_bytes -= min(job.claimed_bytes, self._budget_bytes)
         self._unfinished -= 1
         self._changed.notify_all()
@@ -314,20 +297,20 @@ class Uploads(Generic[T]):
             return
         key, error = self._failure
         # A DcpRemoteError as cause says what to do: its text goes into the message, and its details are merged.
-        what = f"Rank {self._rank} could not write a shard; nothing of this save was committed."
+        what = f"Rank {self.rank} could not write a shard; nothing of this save was committed."
         details: dict[str, object] = {"cause": error}
         if isinstance(error, DcpRemoteError):
             what = f"{what} {error.what}"
             details = {**error.details, "cause": type(error).__name__}
-        details |= {"rank": self._rank, "url": self._store.url, "shard": key, "attempts": self._retries.get(key, 0) + 1}
+        details |= {"rank": self.rank, "url": self._store.url, "shard": key, "attempts": self._retries.get(key, 0) + 1}
         raise SaveFailedError(what, **details) from error
 
     def _timeout(self) -> SaveTimeoutError:
         waiting = [job.key for job in self._jobs if not job.over]
         shard = next((key for key in waiting if key in self._last_errors), waiting[0] if waiting else None)
         return SaveTimeoutError(
-            f"Rank {self._rank} did not finish writing its shards by the deadline; nothing of this save was committed.",
-            rank=self._rank,
+            f"Rank {self.rank} did not finish writing its shards by the deadline; nothing of this save was committed.",
+            rank=self.rank,
             url=self._store.url,
             unfinished=len(waiting),
             shard=shard,
@@ -360,10 +343,6 @@ class Uploads(Generic[T]):
             key, cause = next(iter(deleted.failed.items()), out_of_time)
             left = len(keys) - deleted.removed
             logger.warning("Shards of a failed save stay as orphans. shards=%d key=%s cause=%s", left, key, cause)
-
-
-def _nothing_to_prepare() -> NoReturn:
-    raise AssertionError("An object is prepared only once.")
 
 
 def _used_keys(job: _Job[T]) -> list[str]:

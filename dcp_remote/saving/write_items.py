@@ -18,10 +18,10 @@ from dcp_remote.format.entry_names import top_level_key
 from dcp_remote.format.manifest import DIMENSIONS_MAX, RAW
 from dcp_remote.format.raw_buffers import Segments
 from dcp_remote.format.shard import SEPARATE_BYTES_MIN
-from dcp_remote.saving.dedup import NO_REUSE, Baseline, ComparedPiece, KnownEntry, PieceSources, Reuse
+from dcp_remote.saving.dedup import Baseline, ComparedEntry, ComparedPiece, KnownEntry, Reuse
 from dcp_remote.saving.device_copy import Run, host_views, wait_for_devices
 from dcp_remote.saving.packing import Item
-from dcp_remote.saving.plan_cache import SharedPart
+from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
 from dcp_remote.serialization.objects import EncodedObject
 from dcp_remote.serialization.tensors import choose_encoding, dtype_name, narrow
 
@@ -29,51 +29,35 @@ from dcp_remote.serialization.tensors import choose_encoding, dtype_name, narrow
 Source: TypeAlias = torch.Tensor | memoryview | Segments
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Comparison of a plan with a baseline; by default with none.
-
-    Attributes:
-        reuse: Pieces that are reused.
-        encodings: Encoding of each entry in the baseline; empty for an entry that the baseline does not have.
-    """
-
-    reuse: Reuse = NO_REUSE
-    encodings: Sequence[str] = ()
-
-
 @dataclass(slots=True)
-class DrawnEntries:
-    """Record of the entries that `WriteItems.draw` has gone through.
+class Drawn:
+    """Entries that `WriteItems.iterate_items` has gone through, and the sources of their bytes, in order.
 
-    Attributes:
-        entries: Item of each entry, and its encoding.
-        sources: Sources of the bytes of all entries.
+    A source is an item that is sent, or a reused piece of the baseline.
     """
 
-    entries: list[tuple[WriteItem, str]] = field(default_factory=list)
-    sources: PieceSources = field(default_factory=PieceSources)
+    entries: list[tuple[WriteItem, str]] = field(default_factory=list)  # item and encoding
+    source_entry: list[int] = field(default_factory=list)  # index of the entry that each source is a part of
+    # Piece of the baseline, and the digest of its first block; None for an item that is sent.
+    source_reused: list[tuple[int, bytes] | None] = field(default_factory=list)
+
+    def add_source(self, reused: tuple[int, bytes] | None = None) -> None:
+        """Add a source of the last entry."""
+        self.source_entry.append(len(self.entries) - 1)
+        self.source_reused.append(reused)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteItems:
-    """Entries of a rank's plan: chunks of tensors, and objects that are stored in shards.
-
-    Attributes:
-        plan: Final plan of this rank.
-        planner: Planner that resolves its items.
-        allow_pickle: Accept tensors whose stream needs code to load.
-        stored: Encoded objects that are stored in shards, by name. Other objects of the plan are skipped.
-        shared: Items that are parts of a replica which several ranks write.
-    """
+    """Entries of a rank's plan: chunks of tensors, and objects that are stored in shards."""
 
     plan: SavePlan
-    planner: SavePlanner
-    allow_pickle: bool
-    stored: Mapping[str, EncodedObject]
-    shared: Mapping[MetadataIndex, SharedPart]
+    planner: SavePlanner  # resolves the items
+    allow_pickle: bool  # accept tensors whose stream needs code to load
+    stored: Mapping[str, EncodedObject]  # objects in shards, by name; other objects of the plan are skipped
+    shared: Mapping[MetadataIndex, SharedPart]  # items that are parts of a replica which several ranks write
 
-    def compare(self, base: Baseline, check: Callable[[], None]) -> Comparison:
+    def compare(self, base: Baseline, check: Callable[[], None]) -> Reuse:
         """Compare all entries with a baseline; `check` is called between pieces, and raises when the save is over.
 
         Whether a shard is reused depends on all entries, so this precedes `iterate_items` and resolves tensors again.
@@ -81,12 +65,12 @@ class WriteItems:
         (measured with xxhash 4.1: 0.07 s/GiB with one thread, 0.06 to 0.08 with two).
         """
         found = [(write_item, self._find_known(write_item, base)) for write_item in self._ordered()]
-        compared = [
-            self._compare_entry(write_item, known, base, check) if known is not None else []
-            for write_item, known in found
-        ]
-        encodings = [known.encoding if known is not None else "" for _, known in found]
-        return Comparison(base.decide_reuse(compared), encodings)
+        return base.decide_reuse(
+            [
+                self._compare_entry(write_item, known, base, check) if known is not None else ComparedEntry()
+                for write_item, known in found
+            ]
+        )
 
     def _find_known(self, write_item: WriteItem, base: Baseline) -> KnownEntry | None:
         name, planned = write_item.index.fqn, write_item.tensor_data
@@ -102,12 +86,12 @@ class WriteItems:
 
     def _compare_entry(
         self, write_item: WriteItem, known: KnownEntry, base: Baseline, check: Callable[[], None]
-    ) -> list[ComparedPiece]:
+    ) -> ComparedEntry:
         """Return the compared pieces of an entry; none if the baseline has it with another encoding or length."""
         check()
         item, encoding = self._resolve_item(write_item)
         if encoding != known.encoding:
-            return []
+            return ComparedEntry()
         item_bytes = ITEM_BYTES[item.dtype]
         wait_for_sources([item.source])
         pieces: list[ComparedPiece] = []
@@ -118,25 +102,25 @@ class WriteItems:
         ):
             check()
             pieces.append(piece)
-        return pieces
+        return ComparedEntry(encoding, pieces)
 
-    def iterate_items(self, comparison: Comparison, drawn: DrawnEntries) -> Iterator[Item[Source]]:
+    def iterate_items(self, reuse: Reuse, drawn: Drawn) -> Iterator[Item[Source]]:
         """Yield the items that must be sent, and record every entry in `drawn` just before its items.
 
         A tensor is resolved when its first item is asked for, so that copies which a planner makes live no longer than
         their shards.
         """
-        reused = comparison.reuse.pieces
         for number, write_item in enumerate(self._ordered()):
-            pieces = reused[number] if reused else ()
-            if pieces and all(piece.first_block is not None for piece in pieces):
-                drawn.entries.append((write_item, comparison.encodings[number]))
-                for piece in pieces:
-                    drawn.sources.add_reused(number, piece)
+            known = reuse.entries[number] if reuse.entries else ComparedEntry()
+            reused = [(piece.piece, piece.first_block) for piece in known.pieces if piece.first_block is not None]
+            if reused and len(reused) == len(known.pieces):
+                drawn.entries.append((write_item, known.encoding))
+                for source in reused:
+                    drawn.add_source(source)
                 continue
             item, encoding = self._resolve_item(write_item)
             drawn.entries.append((write_item, encoding))
-            yield from _changed_items(item, number, pieces, drawn.sources)
+            yield from _changed_items(item, known.pieces, drawn)
 
     def _resolve_item(self, write_item: WriteItem) -> tuple[Item[Source], str]:
         """Return an entry as one item, and its encoding."""
@@ -157,10 +141,9 @@ class WriteItems:
         return [write_item for group in by_top.values() for write_item in sorted(group, key=self._is_read_separately)]
 
     def _is_read_separately(self, write_item: WriteItem) -> bool:
-        data = write_item.tensor_data
-        if data is None:
+        if write_item.tensor_data is None:
             return self.stored[write_item.index.fqn].length_bytes >= SEPARATE_BYTES_MIN
-        return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize >= SEPARATE_BYTES_MIN
+        return chunk_bytes(write_item) >= SEPARATE_BYTES_MIN
 
     def _top(self, write_item: WriteItem) -> str:
         paths = self.plan.planner_data
@@ -229,22 +212,20 @@ class WriteItems:
         return tensor
 
 
-def _changed_items(
-    item: Item[Source], entry: int, pieces: Sequence[ComparedPiece], sources: PieceSources
-) -> Iterator[Item[Source]]:
+def _changed_items(item: Item[Source], pieces: Sequence[ComparedPiece], drawn: Drawn) -> Iterator[Item[Source]]:
     """Yield an entry whole, if none of its pieces is reused; else the boxes of each piece that changed."""
     if all(piece.first_block is None for piece in pieces):
         for segment in _split_segments(item):
-            sources.add_sent(entry)
+            drawn.add_source()
             yield segment
         return
     item_bytes = ITEM_BYTES[item.dtype]
     for piece in pieces:
         if piece.first_block is not None:
-            sources.add_reused(entry, piece)
+            drawn.add_source((piece.piece, piece.first_block))
             continue
         for _, box in boxes_of_run(item.sizes, piece.start // item_bytes, piece.stop // item_bytes):
-            sources.add_sent(entry)
+            drawn.add_source()
             yield _narrow_item(item, box)
 
 
@@ -262,10 +243,8 @@ def _split_segments(item: Item[Source]) -> Iterator[Item[Source]]:
 def _narrow_item(item: Item[Source], box: Box) -> Item[Source]:
     """Return a box of an item, as a view."""
     source = item.source
-    return Item(
-        top=item.top,
-        name=item.name,
-        dtype=item.dtype,
+    return replace(
+        item,
         offsets=tuple(a + b for a, b in zip(item.offsets, box.offsets, strict=True)),
         sizes=box.sizes,
         whole=False,

@@ -1,10 +1,10 @@
 """Encoding of tensors and Python objects as bytes, and decoding without trusting any pickle.
 
 tensors handles the elements of tensors, and local_boxes tensors that a framework shards itself. objects encodes all
-other values, by tags of Python's, user-defined, numpy's and torch's types (*_tags). torch_streams and pickle_validator
-read `torch.save` streams without executing them. state_dict prepares state dicts for torch's planner and takes loaded
-ones apart, with module_state for models and optimizers, and opaque and files for values that are stored whole.
-refused_values and plain_values help with objects that need code.
+other values, by tags of Python's, user-defined, numpy's and torch's types (*_tags). torch_streams and
+restricted_unpickler read `torch.save` streams, which run no code. state_dict prepares state dicts for torch's planner
+and takes loaded ones apart, with module_state for models and optimizers, and opaque and files for values that are
+stored whole. refused_values and plain_values help with objects that need code.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = [
     "numpy_tags",
     "objects",
     "opaque",
-    "pickle_validator",
     "plain_values",
     "python_tags",
     "refused_values",
+    "restricted_unpickler",
     "state_dict",
     "tensors",
     "torch_streams",

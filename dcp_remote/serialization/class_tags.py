@@ -147,7 +147,7 @@ def _decode_enum(decoder: Decoder, encoded: Json) -> object:
         raise _class_mismatch(decoder, kind, "which does not combine members as enum.Flag does")
     bits = int(expect(content, str), 16)
     known = type.__getattribute__(kind, "_value2member_map_").get(bits)
-    return known if known is not None else _combine(kind, bits)
+    return known if known is not None else _get_static(enum.Flag, "_missing_").__func__(kind, bits)
 
 
 def _get_members(kind: type) -> dict[str, enum.Enum]:
@@ -162,10 +162,6 @@ def _has_standard_composites(kind: type) -> bool:
         and _get_static(kind, "_missing_") is _get_static(enum.Flag, "_missing_")
         and type.__getattribute__(kind, "_member_type_") in (object, int)
     )
-
-
-def _combine(kind: type, bits: int) -> object:
-    return _get_static(enum.Flag, "_missing_").__func__(kind, bits)
 
 
 _NAMEDTUPLE = Tag("$namedtuple", tuple, _encode_namedtuple, _decode_namedtuple)

@@ -31,6 +31,7 @@ _WINDOWS_DEVICES = frozenset(
     | {f"{port}{n}" for port in ("COM", "LPT") for n in "0123456789¹²³"}
 )
 _WINDOWS_REFUSES = frozenset('<>"|?*')
+_SEPARATORS = frozenset("\\:")
 
 _NAMED_MAX = 5
 
@@ -252,21 +253,13 @@ def _find_files(source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]
 
 def _checked(contents: Mapping[Any, Any], kind: type[DcpRemoteError]) -> dict[str, bytes]:
     """Return contents sorted by name, after checks of names and sizes; a checkpoint's are not trusted."""
-    wrong = [name for name in contents if not _is_name(name)]
-    folders = {parent for name in contents if _is_name(name) for parent in _parents(name)}
-    wrong += [name for name in contents if name in folders]  # a file and a folder at one path
+    wrong = _find_wrong_names(contents)
     if wrong:
         raise kind(
-            "Names of files must be relative paths with '/', such as 'vocab/merges.txt', without '..'.",
-            names=", ".join(repr(name)[:100] for name in wrong[:_NAMED_MAX]),
-        )
-    impossible = _find_impossible_names(contents)
-    if impossible:
-        raise kind(
-            "Names of files must be possible on every system, so that files saved on one can be written on another. "
-            "Rename the files, or leave them out.",
-            names=", ".join(f"{name!r} ({why})"[:200] for name, why in list(impossible.items())[:_NAMED_MAX]),
-            found=len(impossible),
+            "Names of files must be relative paths with '/', such as 'vocab/merges.txt', without '..', and possible on "
+            "every system, so that files saved on one can be written on another. Rename the files, or leave them out.",
+            names=", ".join(f"{name!r:.100} ({why})"[:200] for name, why in list(wrong.items())[:_NAMED_MAX]),
+            found=len(wrong),
         )
     others = [name for name, content in contents.items() if not isinstance(content, (bytes, bytearray, memoryview))]
     if others:
@@ -275,34 +268,37 @@ def _checked(contents: Mapping[Any, Any], kind: type[DcpRemoteError]) -> dict[st
     return {name: bytes(contents[name]) for name in sorted(contents)}
 
 
-def _is_name(name: object) -> bool:
-    if not isinstance(name, str) or not name.isprintable() or "\\" in name or ":" in name:
-        return False  # `:` and `\` are separators on Windows
-    parts = name.split("/")
-    try:
-        fits = len(name.encode()) <= _NAME_BYTES_MAX and all(len(part.encode()) <= _PART_BYTES_MAX for part in parts)
-    except UnicodeEncodeError:
-        return False
-    return fits and not any(part in ("", ".", "..") for part in parts)
-
-
-def _find_impossible_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names that cannot exist on every system, beside the others, each with the reason."""
-    impossible: dict[str, str] = {}
-    folded: dict[str, str] = {}  # names of files and folders, by the form in which Windows and macOS compare them
+def _find_wrong_names(names: Iterable[Any]) -> dict[Any, str]:
+    """Return the names that are no relative paths, or cannot exist on every system beside the others, with reasons."""
+    wrong: dict[Any, str] = {}
+    # Paths, and whether they are files, by the form in which Windows and macOS compare them.
+    folded: dict[str, tuple[str, bool]] = {}
     for name in names:
-        parts = name.split("/")
-        if any(part.partition(".")[0].rstrip(" ").upper() in _WINDOWS_DEVICES for part in parts):
-            impossible[name] = "a device on Windows"
-        elif any(part.endswith((".", " ")) for part in parts):
-            impossible[name] = "Windows drops a dot or space at the end"
-        elif not _WINDOWS_REFUSES.isdisjoint(name):
-            impossible[name] = f"Windows allows none of {' '.join(sorted(_WINDOWS_REFUSES))}"
+        why = _explain_wrong(name)
+        if why is not None:
+            wrong[name] = why
+            continue
         for path in (name, *_parents(name)):
-            first = folded.setdefault(unicodedata.normalize("NFC", path).casefold(), path)
-            if first != path:
-                impossible.setdefault(name, f"the same as {first!r} on Windows or macOS")
-    return impossible
+            first, is_file = folded.setdefault(unicodedata.normalize("NFC", path).casefold(), (path, path == name))
+            if (first, is_file) != (path, path == name):
+                wrong.setdefault(name, f"the same as {first!r} on Windows or macOS")
+    return wrong
+
+
+def _explain_wrong(name: Any) -> str | None:
+    """Return why a name is not possible on every system."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    if any(part in ("", ".", "..") for part in parts) or not name.isprintable() or not _SEPARATORS.isdisjoint(name):
+        return "no relative path"
+    if len(name.encode()) > _NAME_BYTES_MAX or any(len(part.encode()) > _PART_BYTES_MAX for part in parts):
+        return "too long"
+    if any(part.partition(".")[0].rstrip(" ").upper() in _WINDOWS_DEVICES for part in parts):
+        return "a device on Windows"
+    if any(part.endswith((".", " ")) for part in parts):
+        return "Windows drops a dot or space at the end"
+    if not _WINDOWS_REFUSES.isdisjoint(name):
+        return f"Windows allows none of {' '.join(sorted(_WINDOWS_REFUSES))}"
+    return None
 
 
 def _is_below(path: Path, folder: Path) -> bool:

@@ -241,12 +241,11 @@ def _require_fit(shape: tuple[int, ...], dtype: torch.dtype | None, offsets: tup
     """Check one box against the tensor that it is a part of."""
     tensor = _require_plain(shape, offsets, tensor)
     sizes = tuple(tensor.shape)
+    details = {"shape": shape, "offsets": offsets, "sizes": sizes}
     if dtype is not None and tensor.dtype != dtype:
         raise InvalidArgumentError(
             "A box has another dtype than its tensor. Convert it, or declare its dtype.",
-            shape=shape,
-            offsets=offsets,
-            sizes=sizes,
+            **details,
             dtype=dtype_name(tensor.dtype),
             declared=dtype_name(dtype),
         )
@@ -254,16 +253,11 @@ def _require_fit(shape: tuple[int, ...], dtype: torch.dtype | None, offsets: tup
         raise InvalidArgumentError(
             "A box has another number of dimensions than its tensor. For a range of a flattened tensor, use "
             "LocalBoxes.from_flat.",
-            shape=shape,
-            offsets=offsets,
-            sizes=sizes,
+            **details,
         )
     if any(offset < 0 or offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise InvalidArgumentError(
-            "A box reaches outside of its tensor. Correct the offsets, or declare the global shape.",
-            shape=shape,
-            offsets=offsets,
-            sizes=sizes,
+            "A box reaches outside of its tensor. Correct the offsets, or declare the global shape.", **details
         )
 
 

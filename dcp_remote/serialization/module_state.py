@@ -9,6 +9,7 @@ an optimizer step before the first save, and keep the state of no optimizer that
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -30,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.serialization.optimizer_load import require_loaded, without_casts
 
 # Children by which `torch.compile` and activation checkpointing wrap a module.
@@ -44,8 +45,7 @@ _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Keys of an optimizer's `state_dict` that torch fills; an optimizer may add others.
 _TORCH_KEYS = frozenset({"state", "param_groups"})
 
-# Digits of the number of a group, and characters in which the place of a model ends; names may be hostile.
-_DIGITS_MAX = 6
+# Characters in which the place of a model ends; names may be hostile.
 _PLACE_CHARACTERS_MAX = 128
 
 
@@ -151,7 +151,6 @@ class OptimizerState:
             )
         self._model: nn.Module = joined
         self._optimizers: tuple[Optimizer, ...] = given
-        self._require_names()
         self._require_own_parameters()
 
     def __repr__(self) -> str:
@@ -271,17 +270,14 @@ class OptimizerState:
 
     def _add_options(self, groups: Sequence[dict[str, Any]], loaded: Collection[str]) -> None:
         """Add options that only the saved groups have, which the optimizer takes as from torch's `load_state_dict`."""
+        group_of = {f"param_groups.{number}": group for number, group in enumerate(groups)}
         for name in loaded:
-            place, _, option = name.removeprefix("param_groups.").partition(".")
-            number = int(place) if place.isdecimal() and len(place) <= _DIGITS_MAX else len(groups)
-            if name != f"param_groups.{number}.{option}" or number >= len(groups):
-                continue
-            if option and "." not in option and option not in groups[number]:
-                rate = groups[number].get("lr")
+            place, _, option = name.rpartition(".")
+            group = group_of.get(place, {})
+            if group and option and option not in group:
+                rate = group.get("lr")
                 # A scheduler copies the rate, of whose kind the value to load into must be.
-                groups[number][option] = (
-                    rate.clone() if option == "initial_lr" and isinstance(rate, torch.Tensor) else None
-                )
+                group[option] = rate.clone() if option == "initial_lr" and isinstance(rate, torch.Tensor) else None
 
     def drop_kept_options(self, values: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
         """Remove options of groups that were not loaded from a template, so that each group keeps its own.
@@ -319,9 +315,10 @@ class OptimizerState:
                 states while it took them.
         """
         if _is_fsdp1(self._model) and values["state"]:
-            optimizers = self._optimizers
-            with _keeping_gradients(optimizers), _without_hooks(optimizers), without_casts(optimizers):
-                set_optimizer_state_dict(self._model, optimizers, dict(values), options=StateDictOptions(strict=False))
+            with _undisturbed(self._optimizers, keeps_options=False), without_casts(self._optimizers):
+                set_optimizer_state_dict(
+                    self._model, self._optimizers, dict(values), options=StateDictOptions(strict=False)
+                )
             return
         names, states, groups = self._require_names(), values["state"], values["param_groups"]
         group_of = {name: number for number, group in enumerate(groups) for name in group.get("params", ())}
@@ -410,8 +407,7 @@ class OptimizerState:
         for optimizer in self._optimizers:
             self._require_savable(optimizer, optimizer.state_dict())
         # torch makes no state while there are gradients.
-        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
-        with _keeping_gradients(fresh, hides=True), _keeping_options(fresh), _without_hooks(fresh):
+        with _undisturbed(optimizer for optimizer in self._optimizers if not optimizer.state):
             return get_optimizer_state_dict(self._model, self._optimizers)
 
     def _make_states(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -429,7 +425,7 @@ class OptimizerState:
             for parameter in group["params"]
             if parameter in wanted or (parameter.requires_grad and not _has_state(optimizer, parameter))
         ]
-        with _keeping_gradients([optimizer], hides=True), _keeping_options([optimizer]), _without_hooks([optimizer]):
+        with _undisturbed([optimizer]):
             for parameter in stepped:
                 parameter.grad = torch.zeros_like(parameter)
             for group in optimizer.param_groups:
@@ -461,22 +457,16 @@ class OptimizerState:
 
     def _require_own_parameters(self) -> None:
         """Require that no two optimizers have one parameter: their states would have the same names."""
-        first_of: dict[int, Optimizer] = {}
-        shared = [
-            parameter
-            for optimizer in self._optimizers
-            for parameter in _parameters_of(optimizer)
-            if first_of.setdefault(id(parameter), optimizer) is not optimizer
-        ]
-        given = len({id(optimizer) for optimizer in self._optimizers})
-        if shared or given < len(self._optimizers):
-            names = self._require_names()
+        holders = Counter(chain.from_iterable(set(map(id, _parameters_of(one))) for one in self._optimizers))
+        names = self._require_names()
+        shared = [names[key] for key, count in holders.items() if count > 1]
+        if shared:
             raise InvalidArgumentError(
                 "Several optimizers that are saved as one have the same parameters, so that their states would have "
                 "the same names. Save each under a name of its own: optimizer={'first': first, 'second': second} in "
                 "training_state, or an OptimizerState for each.",
                 optimizers=", ".join(type(optimizer).__name__ for optimizer in self._optimizers),
-                parameters=", ".join(names[id(parameter)] for parameter in shared[:_NAMES_SHOWN_MAX]),
+                parameters=", ".join(sorted(shared)[:_NAMES_SHOWN_MAX]),
             )
 
     def _require_names(self) -> dict[int, str]:
@@ -484,9 +474,7 @@ class OptimizerState:
         names = names_of(self._model)
         foreign = [parameter for parameter in self._parameters() if id(parameter) not in names]
         if foreign:
-            raise foreign_parameters_error(
-                foreign, [type(optimizer).__name__ for optimizer in self._optimizers], models=type(self._model).__name__
-            )
+            raise _foreign_parameters_error(foreign, self._optimizers, models=type(self._model).__name__)
         return names
 
 
@@ -523,15 +511,9 @@ class MadeStates:
 def find_models(
     optimizers: Sequence[Optimizer], models: Mapping[str, nn.Module], *, where: str = ""
 ) -> nn.Module | dict[str, nn.Module]:
-    """Return the model that has all parameters of the optimizers; or those, by name, that have them together.
+    """Return the first model that has all parameters of the optimizers; or those, by name, that have them together.
 
-    Args:
-        optimizers: Optimizers.
-        models: Modules by name; of several that have all parameters, the first is taken.
-        where: Name of the optimizer in the state, for the error.
-
-    Raises:
-        InvalidArgumentError: Parameters belong to none of the modules.
+    Refuses parameters that belong to none of the modules; `where` is the optimizer's name in the state, for the error.
     """
     wanted = {id(parameter): parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)}
     for model in models.values():
@@ -547,9 +529,9 @@ def find_models(
             chosen[name] = models[name]
             left -= owns
     if left:
-        raise foreign_parameters_error(
+        raise _foreign_parameters_error(
             [wanted[key] for key in wanted if key in left],
-            [type(optimizer).__name__ for optimizer in optimizers],
+            optimizers,
             models=", ".join(name or "model" for name in models),
             where=where,
         )
@@ -562,9 +544,9 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
 
 
-def foreign_parameters_error(
-    foreign: Sequence[torch.Tensor], optimizers: Sequence[str], *, models: str, where: str = ""
-) -> DcpRemoteError:
+def _foreign_parameters_error(
+    foreign: Sequence[torch.Tensor], optimizers: Iterable[Optimizer], *, models: str, where: str = ""
+) -> InvalidArgumentError:
     """Return the error of an optimizer with parameters that no model has; `models` is "" if the state has no module."""
     what = (
         "An optimizer has parameters that no model of the state has. Make the optimizer after the model is wrapped "
@@ -576,7 +558,7 @@ def foreign_parameters_error(
     return InvalidArgumentError(
         what,
         where=where or None,
-        optimizer=", ".join(optimizers),
+        optimizer=", ".join(type(optimizer).__name__ for optimizer in optimizers),
         models=models or None,
         parameters=len(foreign),
         shapes=", ".join(str(tuple(parameter.shape)) for parameter in foreign[:_NAMES_SHOWN_MAX]),
@@ -682,49 +664,35 @@ def _flat_names(values: Mapping[str, Any]) -> set[str]:
 
 
 @contextmanager
-def _keeping_gradients(optimizers: Iterable[Optimizer], *, hides: bool = False) -> Iterator[None]:
-    """Put gradients back at the end, also after an error; `hides` takes them away in between."""
-    parameters = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
-    gradients = [parameter.grad for parameter in parameters]
-    try:
-        if hides:
-            for parameter in parameters:
-                parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+def _undisturbed(optimizers: Iterable[Optimizer], *, keeps_options: bool = True) -> Iterator[None]:
+    """Hide gradients, and the hooks that users registered for steps, from what is done to optimizers.
 
-
-@contextmanager
-def _keeping_options(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Put the options of all groups back at the end, as learning rates and counts of steps, also after an error."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    options = [dict(group) for group in groups]
-    try:
-        yield
-    finally:
-        for group, kept in zip(groups, options, strict=True):
-            group.clear()
-            group.update(kept)
-
-
-@contextmanager
-def _without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Leave out the hooks that users registered for steps of these optimizers."""
+    Both are put back at the end, also after an error; so are the options of groups, as learning rates and counts of
+    steps, if `keeps_options`.
+    """
+    changed = list(optimizers)
+    gradients = [(one, one.grad) for optimizer in changed for one in _parameters_of(optimizer)]
+    options = [(group, dict(group)) for optimizer in changed if keeps_options for group in optimizer.param_groups]
     hooks = [
         (vars(optimizer), name, vars(optimizer)[name])
-        for optimizer in optimizers
+        for optimizer in changed
         for name in _STEP_HOOKS
         if name in vars(optimizer)
     ]
     try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         for attributes, name, registered in hooks:
             attributes[name] = type(registered)()
         yield
     finally:
         for attributes, name, registered in hooks:
             attributes[name] = registered
+        for group, kept in options:
+            group.clear()
+            group.update(kept)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _step_of(optimizer: Optimizer) -> Callable[[Optimizer], object]:
@@ -740,12 +708,9 @@ def _had_no_states(own: Collection[str], wanted: Iterable[str], others: Iterable
     """Return whether a checkpoint has values of all these parameters, and states of other parameters alone.
 
     A rank's parameters then had no gradient when they were saved, as those of a pipeline stage that is frozen. Without
-    the parameters in the checkpoint, a model whose parameters have other names cannot be told from this.
-
-    Args:
-        own: Names of the parameters of this rank's optimizer.
-        wanted: Names of states: `state.<fqn>.<key>`.
-        others: Names of values that may be parameters: `model.<fqn>`.
+    the parameters in the checkpoint, a model whose parameters have other names cannot be told from this. `own` has the
+    names of this rank's parameters, `wanted` of states (`state.<fqn>.<key>`), `others` of what may be parameters
+    (`model.<fqn>`).
     """
     saved = {
         name[stop + 1 :] for name in others for stop, sign in enumerate(name[:_PLACE_CHARACTERS_MAX]) if sign == "."

@@ -18,15 +18,10 @@ _AVERAGES_KEY = "ema"
 
 @dataclass(frozen=True, slots=True)
 class NameLink:
-    """Model of a state, and a place of the state that repeats the names of its parameters.
+    """Model of a state, and a place of the state that repeats the names of its parameters; beginnings of names."""
 
-    Attributes:
-        model: Beginning of the names of the model's values: `model.`.
-        copy: Beginning of the names that repeat them: `optim.state.`, `optim.state.generator.`, `ema.module.`.
-    """
-
-    model: str
-    copy: str
+    model: str  # `model.`
+    copy: str  # `optim.state.`, `optim.state.generator.`, `ema.module.`
 
 
 def find_links(state: Mapping[str, Any]) -> list[NameLink]:
@@ -34,11 +29,8 @@ def find_links(state: Mapping[str, Any]) -> list[NameLink]:
 
     Averages are modules below the top-level key `ema`, and torch's `AveragedModel`s anywhere. An average belongs to the
     model whose parameters have the same names; of several such models, to that with the same last part of its name.
-
-    Raises:
-        InvalidArgumentError: An optimizer has parameters of no module of the state.
     """
-    found = {".".join(map(str, path)): value for path, value in iterate_stateful(state)}
+    found = {leaf.name: leaf.value for leaf in iterate_stateful(state)}
     modules = {name: value.model for name, value in found.items() if isinstance(value, ModelState)}
     averages = {name: module for name, module in modules.items() if _is_average(name, module)}
     names = {name: names_of(module) for name, module in modules.items() if name not in averages}

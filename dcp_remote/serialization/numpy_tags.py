@@ -26,6 +26,7 @@ from dcp_remote.format.json_tree import (
     fixed,
     from_base64,
     to_base64,
+    write_no_longer,
 )
 from dcp_remote.format.raw_buffers import ALONE_BYTES_MIN
 
@@ -63,30 +64,25 @@ _POOL_SIZE_MIN, _POOL_SIZE_MAX = 4, 256
 
 
 def decode_shape(encoded: Json) -> list[int]:
-    """Decode a shape: the sizes of its dimensions.
-
-    Raises:
-        TypeError: `encoded` is not a list of integers.
-        ValueError: The shape has more than `DIMENSIONS_MAX` dimensions, or a negative size.
-    """
+    """Decode a shape: the sizes of its dimensions."""
     shape = [bounded(size, 0, INT_MAX) for size in expect(encoded, list)]
     if len(shape) > DIMENSIONS_MAX:
         raise ValueError(f"more than {DIMENSIONS_MAX} dimensions")
     return shape
 
 
-def decode_exact_data(decoder: Decoder, encoded: Json, *, shape: list[int], item_bytes: int) -> memoryview:
+def decode_exact_data(
+    decoder: Decoder, encoded: Json, *, shape: list[int], item_bytes: int, is_boolean: bool
+) -> memoryview:
     """Decode the bytes of an array, which must be exactly as many as `shape` needs.
 
     Called before memory is allocated, so that a claimed shape never takes more than the bytes that are present.
-
-    Raises:
-        TypeError: `encoded` is neither base64 text nor a place in the raw bytes.
-        ValueError: `encoded` is invalid, or the bytes have another length.
     """
     data = decoder.data(encoded)
     if len(data) != math.prod(shape) * item_bytes:
         raise ValueError(f"{len(data)} bytes for shape {shape} of {item_bytes} bytes each")
+    if is_boolean and len(data) and np.frombuffer(data, dtype=np.uint8).max() > 1:
+        raise ValueError("a boolean is neither 0 nor 1")  # undefined behaviour in C
     return data
 
 
@@ -153,8 +149,7 @@ def _decode_array(decoder: Decoder, encoded: Json) -> np.ndarray[Any, Any]:
     dtype, shape = _decode_dtype(decoder, kind), decode_shape(sizes)
     if dtype.itemsize == 0 or order not in ("C", "F"):
         raise ValueError("items without bytes, or an unknown order")
-    content = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize)
-    _check_booleans(dtype, content)
+    content = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize, is_boolean=dtype.char == "?")
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer=content, order="F" if order == "F" else "C")
     return array if should_share_memory(content) and array.flags.aligned else array.copy(order="K")
 
@@ -179,12 +174,6 @@ def _without_padding(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return clean
 
 
-def _check_booleans(dtype: np.dtype[Any], content: memoryview) -> None:
-    # A boolean byte above 1 is undefined behaviour in C.
-    if dtype.char == "?" and content.nbytes and np.frombuffer(content, dtype=np.uint8).max() > 1:
-        raise ValueError("a boolean is neither 0 nor 1")
-
-
 def _encode_scalar(encoder: Encoder, value: np.generic) -> Json:
     dtype = _encode_dtype(encoder, value.dtype)
     if value.dtype.itemsize == 0:
@@ -195,17 +184,8 @@ def _encode_scalar(encoder: Encoder, value: np.generic) -> Json:
 def _decode_scalar(decoder: Decoder, encoded: Json) -> object:
     kind, data = fields(encoded, "dtype", "data")
     dtype = _decode_dtype(decoder, kind)
-    content = decode_exact_data(decoder, data, shape=[1], item_bytes=dtype.itemsize)
-    _check_booleans(dtype, content)
+    content = decode_exact_data(decoder, data, shape=[1], item_bytes=dtype.itemsize, is_boolean=dtype.char == "?")
     return np.ndarray([1], dtype, buffer=bytearray(content))[0]
-
-
-def _encode_long_double(_: Encoder, value: np.longdouble | np.clongdouble) -> Json:
-    parts = (value.real, value.imag) if isinstance(value, np.clongdouble) else (value,)
-    doubles = [np.float64(part) for part in parts]
-    if any(np.longdouble(double) != part and not np.isnan(part) for double, part in zip(doubles, parts, strict=True)):
-        raise NotEncodableError("is not exact in 64 bits, and the bits of a long double differ between machines")
-    return to_base64(np.array(doubles, dtype="<f8").tobytes())
 
 
 def _decode_long_double(_: Decoder, encoded: Json) -> object:
@@ -221,12 +201,6 @@ def _decode_long_double(_: Decoder, encoded: Json) -> object:
 def _encode_numpy_str(encoder: Encoder, value: np.str_) -> Json:
     # `str(value)` drops NUL characters at the end.
     return encoder.child("str", str.__str__(value))
-
-
-def _encode_bit_generator(encoder: Encoder, generator: np.random.BitGenerator) -> Json:
-    if _BIT_GENERATORS.get(type(generator).__name__) is not type(generator):
-        raise NotEncodableError("its bit generator is not one of numpy's")
-    return encoder.child("state", generator.state)
 
 
 def _create_bit_generator(state: object, seed: np.random.SeedSequence | int) -> np.random.BitGenerator:
@@ -258,12 +232,14 @@ def _decode_random_state(decoder: Decoder, encoded: Json) -> np.random.RandomSta
 
 def _encode_generator(encoder: Encoder, value: np.random.Generator) -> Json:
     bit_generator = value.bit_generator
+    if type(bit_generator) not in _BIT_GENERATORS.values():
+        raise NotEncodableError("its bit generator is not one of numpy's")
     encoder.claim(id(bit_generator), bit_generator)
     seed = bit_generator.seed_seq
     entropy: Json = None
     if isinstance(seed, np.random.SeedSequence) and type(seed) is np.random.SeedSequence:
         words, spawn_key = _as_python_ints(seed.entropy), tuple(_as_python_ints(seed.spawn_key))
-        _check_seed([words] if isinstance(words, int) else words, spawn_key, seed.pool_size)
+        _check_seed(words, spawn_key, seed.pool_size)
         # `Generator.spawn` needs the seed sequence.
         entropy = [
             encoder.child("entropy", words),
@@ -271,7 +247,7 @@ def _encode_generator(encoder: Encoder, value: np.random.Generator) -> Json:
             seed.pool_size,
             seed.n_children_spawned,
         ]
-    return {"state": _encode_bit_generator(encoder, bit_generator), "seed": entropy}
+    return {"state": encoder.child("state", bit_generator.state), "seed": entropy}
 
 
 def _decode_generator(decoder: Decoder, encoded: Json) -> np.random.Generator:
@@ -280,7 +256,7 @@ def _decode_generator(decoder: Decoder, encoded: Json) -> np.random.Generator:
     seed: np.random.SeedSequence | int = 0
     if seed_json is not None:
         entropy, spawn_key, pool_size, spawned = decoder.values(fixed(seed_json, 4))
-        _check_seed([entropy] if type(entropy) is int else expect(entropy, list), expect(spawn_key, tuple), pool_size)
+        _check_seed(entropy, spawn_key, pool_size)
         seed = np.random.SeedSequence(
             entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=bounded(spawned, 0, 2**32 - 1)
         )
@@ -297,7 +273,7 @@ def _as_python_ints(words: Any) -> Any:
 
 
 def _check_seed(entropy: Any, spawn_key: Any, pool_size: int) -> None:
-    words = [*entropy, *spawn_key]
+    words = [*([entropy] if type(entropy) is int else expect(entropy, list)), *expect(spawn_key, tuple)]
     if any(type(word) is not int or not 0 <= word < 2**_SEED_BITS_MAX for word in words):
         raise NotEncodableError("its seed does not consist of integers")
     if len(words) > _SEED_WORDS_MAX or not _POOL_SIZE_MIN <= pool_size <= _POOL_SIZE_MAX:
@@ -315,8 +291,7 @@ NUMPY_TAGS: tuple[Tag, ...] = (
     *(Tag("$numpy.dtype", type(np.dtype(kind)), _encode_dtype, _decode_dtype) for kind in _DTYPE_KINDS),
     Tag("$numpy.ndarray", np.ndarray, _encode_array, _decode_array, mutable=True),
     *(Tag("$numpy.scalar", kind, _encode_scalar, _decode_scalar, mutable=kind is np.void) for kind in _SCALAR_KINDS),
-    Tag("$numpy.longdouble", np.longdouble, _encode_long_double, _decode_long_double),
-    Tag("$numpy.longdouble", np.clongdouble, _encode_long_double, _decode_long_double),
+    Tag("$numpy.longdouble", np.longdouble, write_no_longer, _decode_long_double),
     Tag(
         "$numpy.str", np.str_, _encode_numpy_str, lambda decoder, encoded: np.str_(expect(decoder.value(encoded), str))
     ),

@@ -20,15 +20,18 @@ from dcp_remote.format.json_tree import Decoder, Encoder, Json, Refusal, Tag, ty
 from dcp_remote.format.raw_buffers import TEXT_BYTES_MAX, Segments, head_of, lay_out, split
 from dcp_remote.serialization.class_tags import CLASS_TAGS, class_tag
 from dcp_remote.serialization.numpy_tags import NUMPY_TAGS
-from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
-from dcp_remote.serialization.python_tags import INNER_TAGS, PYTHON_TAGS
+from dcp_remote.serialization.python_tags import PYTHON_TAGS
+from dcp_remote.serialization.restricted_unpickler import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted, save
 from dcp_remote.serialization.torch_tags import TORCH_TAGS
 
+# "json": tagged UTF-8 JSON text. "json+raw": the same followed by raw bytes, see `format/raw_buffers.py`. "torch": a
+# `torch.save` stream that loads without running code. "pickle": a `torch.save` stream that runs code.
 Encoding: TypeAlias = Literal["json", "json+raw", "torch", "pickle"]
 
-_TAG_BY_TYPE: dict[type, Tag] = {tag.kind: tag for tag in (*PYTHON_TAGS, *NUMPY_TAGS, *TORCH_TAGS)}
-_TAG_BY_NAME: dict[str, Tag] = {tag.name: tag for tag in (*_TAG_BY_TYPE.values(), *INNER_TAGS, *CLASS_TAGS)}
+_TAGS = (*PYTHON_TAGS, *NUMPY_TAGS, *TORCH_TAGS)
+_TAG_BY_TYPE: dict[type, Tag] = {tag.kind: tag for tag in _TAGS}
+_TAG_BY_NAME: dict[str, Tag] = {tag.name: tag for tag in (*_TAGS, *CLASS_TAGS)}
 
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str})
 
@@ -43,19 +46,12 @@ _NEEDS_PICKLE = (
 
 @dataclass(frozen=True, slots=True)
 class EncodedObject:
-    """An object as it is stored.
-
-    Attributes:
-        encoding: "json": tagged UTF-8 JSON text. "json+raw": the same followed by raw bytes, see
-            `format/raw_buffers.py`. "torch": a `torch.save` stream that loads without running code. "pickle": a
-            `torch.save` stream that runs code.
-        data: The stored bytes, or the first of them.
-        buffers: Memory whose bytes follow `data`: parts of the object when encoded; when decoded, the memory that
-            the stored bytes were read into, which the decoded object may keep.
-    """
+    """An object as it is stored."""
 
     encoding: Encoding
-    data: bytes
+    data: bytes  # the stored bytes, or the first of them
+    # Memory whose bytes follow `data`: parts of the object when encoded; when decoded, the memory that the stored bytes
+    # were read into, which the decoded object may keep.
     buffers: tuple[memoryview, ...] = ()
 
     @property
@@ -70,12 +66,7 @@ class EncodedObject:
 
 
 def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> EncodedObject:
-    """Encode an object.
-
-    Args:
-        key: The object's name, for errors.
-        value: Any object. Its large buffers are not copied, so it must not change until it is stored.
-        allow_pickle: Encode as "pickle" what needs code to load, instead of refusing it.
+    """Encode an object. Its large buffers are not copied, so it must not change until it is stored.
 
     Raises:
         UnsafeObjectError: The object needs pickle, which is not allowed, or cannot be pickled either. Names the refused
@@ -96,11 +87,17 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
             refusals,
             error,
         ) from error
+    return encode_saved(key, value, stream, allow_pickle=allow_pickle)
+
+
+def encode_saved(key: str, value: object, stream: bytes, *, allow_pickle: bool = False) -> EncodedObject:
+    """Encode a value as the stream that `torch.save` made of it: "torch" if it loads without running code."""
     try:
-        load_restricted(stream, is_own=True)
+        load_restricted(stream)
     except (UnsafeStreamError, DamagedStreamError) as error:
         if allow_pickle:
             return EncodedObject("pickle", stream)
+        _, refusals = _encode_json(value)
         raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, error) from error
     return EncodedObject("torch", stream)
 
@@ -108,10 +105,8 @@ def encode_object(key: str, value: object, *, allow_pickle: bool = False) -> Enc
 def digest_object(value: object) -> int:
     """Return a digest of 32 bits, the same for equal objects of different processes, and never 0.
 
-    The order of a dict's keys does not count. Buffers are read in place, at 0.05 s per GiB.
-
-    Returns:
-        Digest; 0 for an object that has no encoding as JSON, of which nothing is known.
+    0 for an object that has no encoding as JSON, of which nothing is known. The order of a dict's keys does not count.
+    Buffers are read in place, at 0.05 s per GiB.
     """
     if type(value) in _PLAIN_TYPES:  # nearly all objects of a state: a tenth of the time
         text = repr(value).encode("utf-8", "surrogatepass")
@@ -129,46 +124,29 @@ def digest_object(value: object) -> int:
 
 def find_refusals(value: object) -> list[Refusal]:
     """Return the parts of an object for which `encode_object` refuses it without `allow_pickle`."""
-    encoded, refusals = _encode_json(value)
-    if encoded is not None:
-        return []
     try:
-        load_restricted(save(value), is_own=True)
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001  # the `__reduce__` of a user's class may raise anything
+        encode_object("", value)
+    except UnsafeObjectError:
+        _, refusals = _encode_json(value)
         return refusals
     return []
 
 
-def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False, tagged: bool = True) -> EncodedObject:
-    """Encode an object that torch's planner has just pickled in this process.
+def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False) -> EncodedObject:
+    """Encode an object that torch's planner has just pickled in this process, from its `torch.save` stream.
 
-    Args:
-        key: The object's name, for errors.
-        stream: `torch.save` stream that this process wrote. Bytes from anywhere else must not be passed: they may be
-            unpickled without restriction.
-        allow_pickle: Keep as "pickle" a stream that needs code to load, instead of refusing it.
-        tagged: Encode as JSON if all types have tags. False keeps the stream, as for a tensor by itself.
+    Bytes from anywhere else must not be passed: they may be unpickled without restriction.
 
     Raises:
         UnsafeObjectError: The object needs pickle, which is not allowed, or the stream does not load. Names the refused
             types and their places in the object.
     """
-    refused: Exception | None = None
     try:
-        value = load_restricted(stream, is_own=True)
-    except (UnsafeStreamError, DamagedStreamError) as error:
-        refused = error
+        value = load_restricted(stream)
+    except (UnsafeStreamError, DamagedStreamError):
         value = _load_own_stream(key, stream)
-    encoded, refusals = _encode_json(value) if tagged or refused is not None else (None, [])
-    if encoded is not None and tagged:
-        return encoded
-    if refused is None:
-        return EncodedObject("torch", stream)
-    if allow_pickle:
-        return EncodedObject("pickle", stream)
-    raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, refused) from refused
+    encoded, _ = _encode_json(value)
+    return encoded or encode_saved(key, value, stream, allow_pickle=allow_pickle)
 
 
 def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = False) -> object:
@@ -177,22 +155,18 @@ def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = Fals
     Memory is proportional to the length of the data, whatever sizes the data claims; large tensors and arrays of
     "json+raw" use the memory of `encoded.buffers` instead of their own.
 
-    Args:
-        key: The object's name, for errors.
-        encoded: The stored object; not trusted.
-        allow_pickle: Load "pickle", which runs any code that the checkpoint names.
-
     Raises:
         CorruptCheckpointError: The bytes are not what an encoder writes.
         UnsafeObjectError: The object needs code to load, or a class that is not imported, or pickle, which is not
             allowed.
         UnsupportedFormatError: The object has a tag, a type or an encoding of a newer version.
     """
+    data = encoded.segments[0 : encoded.length_bytes]
     if encoded.encoding in ("json", "json+raw"):
-        return _decode_json(key, encoded)
+        return _decode_json(key, data, has_raw=encoded.encoding == "json+raw")
     if encoded.encoding == "torch":
         try:
-            return load_restricted(_join_stream(encoded))
+            return load_restricted(bytes(data))
         except UnsafeStreamError as error:
             raise UnsafeObjectError(
                 "A stored object needs code to load although it is marked as safe: this checkpoint was tampered with, "
@@ -204,7 +178,7 @@ def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = Fals
         except DamagedStreamError as error:
             raise CorruptCheckpointError("A stored object is damaged.", key=key, cause=error) from error
     if encoded.encoding == "pickle":
-        return _load_pickle(key, _join_stream(encoded), allow_pickle=allow_pickle)
+        return _load_pickle(key, bytes(data), allow_pickle=allow_pickle)
     raise UnsupportedFormatError(
         "A stored object has an encoding that this version does not know. Upgrade dcp_remote.",
         key=key,
@@ -231,14 +205,11 @@ def _encode_json(value: object) -> tuple[EncodedObject | None, list[Refusal]]:
     return None, encoder.refusals
 
 
-def _decode_json(key: str, encoded: EncodedObject) -> object:
-    segments = encoded.segments
-    text, raw = segments[0 : len(segments)], memoryview(b"")
-    if encoded.encoding == "json+raw":
-        try:
-            text, raw = split(text)
-        except ValueError as error:
-            raise CorruptCheckpointError("A stored object is damaged.", key=key, cause=error) from error
+def _decode_json(key: str, data: memoryview, *, has_raw: bool) -> object:
+    try:
+        text, raw = split(data) if has_raw else (data, memoryview(b""))
+    except ValueError as error:
+        raise CorruptCheckpointError("A stored object is damaged.", key=key, cause=error) from error
     decoder = Decoder(key, _TAG_BY_NAME, raw)
     try:
         value: object = decoder.value(from_text(key, text))
@@ -246,10 +217,6 @@ def _decode_json(key: str, encoded: EncodedObject) -> object:
         raise CorruptCheckpointError("A stored object nests too deep.", key=key) from error
     decoder.finish()
     return value
-
-
-def _join_stream(encoded: EncodedObject) -> bytes:
-    return b"".join(encoded.buffers) if encoded.buffers else encoded.data
 
 
 def _load_own_stream(key: str, stream: bytes) -> object:
@@ -267,10 +234,8 @@ def _load_own_stream(key: str, stream: bytes) -> object:
 def _load_pickle(key: str, stream: bytes, *, allow_pickle: bool) -> object:
     if not allow_pickle:
         raise UnsafeObjectError(
-            "A stored object is a pickle, and loading a pickle runs code that it names. Pass allow_pickle=True only if "
-            "you trust the writer of this checkpoint.",
-            key=key,
-        )
+            "A stored object is a pickle, and loading a pickle runs code that it names.", key=key
+        ).advise(allow_pickle="allow_pickle=True loads it, if you trust the writer of this checkpoint")
     try:
         return load_trusted(stream)
     except MemoryError:

@@ -5,9 +5,12 @@ torch's planner flattens dicts and lists, but no tuple: so the entry is a tuple 
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -15,6 +18,12 @@ from torch.optim import Optimizer
 from dcp_remote.errors import InvalidArgumentError
 
 _NAMED_MAX = 5
+
+# Types of values that hold no others.
+ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes})
+
+# Types that are no `Stateful`s, which takes microseconds to find out of others.
+_NEVER_STATEFUL = ATOMS | {tuple, list, dict, OrderedDict, defaultdict}
 
 T = TypeVar("T")
 
@@ -26,6 +35,7 @@ FILES_MARK: Final = "".join(("dcp_remote.", "Files"))  # noqa: FLY002  # a liter
 # Stands in a template for a value that is read whole, so that no value has to be made for the template. A pair, so that
 # no stored per-rank value, which is a tuple of one, is equal to it.
 _UNREAD_MARK: Final = "dcp_remote.unread"
+_MARKS = (OPAQUE_MARK, FILES_MARK, _UNREAD_MARK)
 UNREAD: Final = (_UNREAD_MARK, None)
 UNREAD_FILES: Final = (_UNREAD_MARK, "Files")
 
@@ -79,7 +89,9 @@ def _is_asked(value: object) -> bool:
 
 def is_stateful(value: object) -> bool:
     """Return whether a value is a `Stateful`: an object, and no class, with `state_dict` and `load_state_dict`."""
-    return isinstance(value, Stateful) and not isinstance(value, type)
+    if type(value) in _NEVER_STATEFUL or isinstance(value, torch.Tensor | type):
+        return False
+    return isinstance(value, Stateful)
 
 
 def mark_of(value: object) -> tuple[str | None, Any]:
@@ -100,21 +112,16 @@ def asks_for_files(value: object) -> bool:
     return first == FILES_MARK or (first == _UNREAD_MARK and bool(pair[1] == UNREAD_FILES[1]))
 
 
-def is_reserved(value: object) -> bool:
-    """Return whether a user's value looks like an entry with a mark, so that a load would return another value."""
-    return _first(value) in (OPAQUE_MARK, FILES_MARK, _UNREAD_MARK)
-
-
 def is_imitation(value: object) -> bool:
-    """Return whether a value looks like an entry with a mark that `Opaque` or `Files` of this process did not make.
+    """Return whether a value looks like an entry that `Opaque` or `Files` of this process did not make.
 
-    The entry of an `Opaque` that holds an imitation is one, too.
+    A load would return another value. So is the entry of an `Opaque` that holds a pair with a mark.
     """
     marked: Any = value
     mark = _first(value)
     if mark is OPAQUE_MARK:
-        return is_reserved(marked[1])
-    return is_reserved(value) and mark is not FILES_MARK
+        return _first(marked[1]) in _MARKS
+    return mark in _MARKS and mark is not FILES_MARK
 
 
 def imitation_error(names: Sequence[str]) -> InvalidArgumentError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,24 +38,14 @@ def without_casts(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     with ExitStack() as stack:
         for optimizer in chain.from_iterable(map(_iterate_wrapped, optimizers)):
             given: dict[str, Any] = {}
-
-            def note(_optimizer: Optimizer, values: dict[str, Any], given: dict[str, Any] = given) -> None:
-                given.update(values)
-
-            def put_back(optimizer: Optimizer, given: dict[str, Any] = given) -> None:
-                _undo_casts(optimizer, given)
-
-            stack.callback(optimizer.register_load_state_dict_pre_hook(note).remove)
-            stack.callback(optimizer.register_load_state_dict_post_hook(put_back, prepend=True).remove)
+            stack.callback(optimizer.register_load_state_dict_pre_hook(partial(_note, given)).remove)
+            undo = partial(_undo_casts, given)
+            stack.callback(optimizer.register_load_state_dict_post_hook(undo, prepend=True).remove)
         yield
 
 
 def load_exactly(optimizer: Optimizer, values: Mapping[str, Any], *, where: str) -> None:
-    """Load what an optimizer's own `state_dict` returned, without casts.
-
-    Raises:
-        StateMismatchError: See `require_loaded`.
-    """
+    """Load what an optimizer's own `state_dict` returned, without casts, and check as `require_loaded` does."""
     with without_casts([optimizer]):
         optimizer.load_state_dict(dict(values))
     require_loaded([optimizer], values, optimizer.state_dict(), where=where)
@@ -63,20 +54,12 @@ def load_exactly(optimizer: Optimizer, values: Mapping[str, Any], *, where: str)
 def require_loaded(
     optimizers: Iterable[Optimizer], loaded: Mapping[str, Any], found: Mapping[str, Any], *, where: str = ""
 ) -> None:
-    """Require that optimizers hold the tensors that were loaded, by what their `state_dict` returns after the load.
+    """Require that optimizers hold the tensors that were loaded: `found` is what `state_dict` returns after the load.
 
-    An optimizer that keeps its states in another form passes if its `state_dict` gives back what was loaded. A warning
-    names the states that are gone, as those that an optimizer makes anew in each step, and drops when it loads. One
-    with hooks for loads of the user is not compared: these change states on purpose.
-
-    Args:
-        optimizers: Optimizers, after the load.
-        loaded: Values that were loaded, as `state_dict` names them.
-        found: Values that `state_dict` returns after the load.
-        where: Name of the optimizer in the state, for the error.
-
-    Raises:
-        StateMismatchError: A state has another dtype, shape or other bits.
+    Raises a `StateMismatchError` if a state has another dtype, shape or other bits. An optimizer that keeps its states
+    in another form passes if its `state_dict` gives back what was loaded. A warning names the states that are gone, as
+    those that an optimizer makes anew in each step, and drops when it loads. One with hooks for loads of the user is
+    not compared: these change states on purpose. `where` is the name of the optimizer in the state, for the error.
     """
     given = list(optimizers)
     if any(vars(one)[name] for optimizer in given for one in _iterate_wrapped(optimizer) for name in _LOAD_HOOKS):
@@ -109,27 +92,30 @@ def require_loaded(
         )
 
 
-def _iterate_wrapped(optimizer: Optimizer, seen: set[int] | None = None) -> Iterator[Optimizer]:
+def _iterate_wrapped(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yield an optimizer and those in its attributes, as wrappers and containers of frameworks have them.
 
     A wrapper that did not call `Optimizer.__init__`, as that of Accelerate, loads nothing itself, and is left out.
     """
-    seen = set() if seen is None else seen
-    if id(optimizer) in seen:
-        return
-    seen.add(id(optimizer))
-    attributes = vars(optimizer)
-    if all(name in attributes for name in _LOAD_HOOKS):
-        yield optimizer
-    for name, value in attributes.items():
-        if name not in {"state", "param_groups"}:
+    found = [optimizer]
+    for one in found:  # grows in the loop
+        attributes = vars(one)
+        if all(name in attributes for name in _LOAD_HOOKS):
+            yield one
+        for name, value in attributes.items():
+            if name in {"state", "param_groups"}:
+                continue
             inner = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-            for one in inner:
-                if isinstance(one, Optimizer):
-                    yield from _iterate_wrapped(one, seen)
+            for other in inner:
+                if isinstance(other, Optimizer) and other not in found:
+                    found.append(other)
 
 
-def _undo_casts(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+def _note(given: dict[str, Any], _optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+    given.update(values)
+
+
+def _undo_casts(given: Mapping[str, Any], optimizer: Optimizer) -> None:
     numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -67,7 +67,7 @@ def _plain(value: Any, where: str, refusals: list[Refusal], depth: int) -> Any:
         return value
     fields = None if isinstance(value, type) else _fields(value, where, refusals)
     if fields is not None:
-        return {_plain_key(key, where, refusals): inner(key, item) for key, item in fields.items()}
+        return {_plain(key, f"{where}[<key>]", refusals, 0): inner(key, item) for key, item in fields.items()}
     for base, convert in _BASES.items():
         if isinstance(value, base):
             return convert(value)
@@ -81,10 +81,6 @@ def _plain(value: Any, where: str, refusals: list[Refusal], depth: int) -> Any:
             return None
     refusals.extend(Refusal(found.type_name, f"{where}{found.where}", found.why) for found in find_refusals(value))
     return None
-
-
-def _plain_key(key: Any, where: str, refusals: list[Refusal]) -> Any:
-    return _plain(key, f"{where}[<key>]", refusals, 0)
 
 
 def _fields(value: Any, where: str, refusals: list[Refusal]) -> Mapping[Any, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import io
-import math
 import operator
 import pathlib
 import re
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from dcp_remote.format.json_text import to_text
@@ -34,6 +34,7 @@ from dcp_remote.format.json_tree import (
     fixed,
     from_base64,
     require_spread,
+    write_no_longer,
 )
 
 # Bits of a numerator or denominator. The constructor divides by their greatest common divisor, in quadratic time.
@@ -72,8 +73,26 @@ def _decode_int(_: Decoder, encoded: Json) -> int:
     return int(text, 16)
 
 
-def _encode_tuple(encoder: Encoder, value: tuple[object, ...]) -> Json:
-    return encoder.children(value)
+def _made_by(kind: type[Any], decode: Callable[[Decoder, Json], object]) -> Callable[[Decoder, Json], object]:
+    """Return the decoder of a type that is made from what `decode` returns."""
+    return lambda decoder, encoded: kind(decode(decoder, encoded))
+
+
+def _parts_tag(name: str, kind: type, attributes: tuple[str, ...], part: type, *, mutable: bool = False) -> Tag:
+    """Return the tag of a type that its constructor makes from attributes, in their order, each of the type `part`."""
+
+    def encode(encoder: Encoder, value: object) -> Json:
+        parts = [getattr(value, attribute) for attribute in attributes]
+        return encoder.children(_require_parts(parts, part))
+
+    def decode(decoder: Decoder, encoded: Json) -> object:
+        return kind(*_require_parts(decoder.values(fixed(encoded, len(attributes))), part))
+
+    return Tag(name, kind, encode, decode, mutable=mutable)
+
+
+def _require_parts(values: list[Any], part: type) -> list[Any]:
+    return values if part is object else [expect(value, part) for value in values]
 
 
 def _encode_set(encoder: Encoder, value: set[object] | frozenset[object]) -> Json:
@@ -102,15 +121,6 @@ def _decode_str(_: Decoder, encoded: Json) -> str:
 
 def _encode_bytes(encoder: Encoder, value: bytes | bytearray) -> Json:
     return encoder.data(memoryview(value))
-
-
-def _encode_complex(encoder: Encoder, value: complex) -> Json:
-    return encoder.children((value.real, value.imag))
-
-
-def _decode_complex(decoder: Decoder, encoded: Json) -> complex:
-    real, imaginary = decoder.values(fixed(encoded, 2))
-    return complex(expect(real, float), expect(imaginary, float))
 
 
 def _encode_ordered(encoder: Encoder, value: OrderedDict[object, object] | Counter[object]) -> Json:
@@ -147,27 +157,6 @@ def _decode_deque(decoder: Decoder, encoded: Json) -> deque[object]:
     return deque(values, None if maxlen is None else bounded(maxlen, len(values), INT_MAX))
 
 
-def _encode_slice(encoder: Encoder, value: slice) -> Json:
-    return encoder.children((value.start, value.stop, value.step))
-
-
-def _decode_slice(decoder: Decoder, encoded: Json) -> slice:
-    return slice(*decoder.values(fixed(encoded, 3)))
-
-
-def _encode_range(encoder: Encoder, value: range) -> Json:
-    return encoder.children((value.start, value.stop, value.step))
-
-
-def _decode_range(decoder: Decoder, encoded: Json) -> range:
-    start, stop, step = decoder.values(fixed(encoded, 3))
-    return range(expect(start, int), expect(stop, int), expect(step, int))
-
-
-def _encode_decimal(_: Encoder, value: Decimal) -> Json:
-    return str(value)
-
-
 def _decode_decimal(_: Decoder, encoded: Json) -> Decimal:
     text: str = expect(encoded, str)
     if _DECIMAL_TEXT.fullmatch(text) is None:
@@ -177,19 +166,25 @@ def _decode_decimal(_: Decoder, encoded: Json) -> Decimal:
 
 def _encode_fraction(encoder: Encoder, value: Fraction) -> Json:
     # A fraction made of numpy integers keeps them; `operator.index` converts them to Python's.
-    numerator, denominator = operator.index(value.numerator), operator.index(value.denominator)
-    if max(numerator.bit_length(), denominator.bit_length()) > FRACTION_BITS_MAX:
-        raise NotEncodableError(f"has more than {FRACTION_BITS_MAX} bits")
-    if denominator < 1 or math.gcd(numerator, denominator) != 1:
+    parts = _short([operator.index(value.numerator), operator.index(value.denominator)])
+    if Fraction(*parts) != value:
         raise NotEncodableError("is not in lowest terms")
-    return encoder.children((numerator, denominator))
+    return encoder.children(parts)
 
 
 def _decode_fraction(decoder: Decoder, encoded: Json) -> Fraction:
-    numerator, denominator = decoder.values(fixed(encoded, 2))
-    if max(expect(numerator, int).bit_length(), expect(denominator, int).bit_length()) > FRACTION_BITS_MAX:
-        raise ValueError(f"more than {FRACTION_BITS_MAX} bits")
-    return Fraction(numerator, denominator)
+    return Fraction(*_short(decoder.values(fixed(encoded, 2))))
+
+
+def _short(integers: list[Any]) -> list[int]:
+    if any(expect(integer, int).bit_length() > FRACTION_BITS_MAX for integer in integers):
+        raise NotEncodableError(f"has more than {FRACTION_BITS_MAX} bits")
+    return integers
+
+
+def _require_canonical(text: Json, canonical: str) -> None:
+    if text != canonical:
+        raise ValueError(f"{text!r:.100} is not in canonical form")
 
 
 def _encode_uuid(_: Encoder, value: uuid.UUID) -> Json:
@@ -199,8 +194,7 @@ def _encode_uuid(_: Encoder, value: uuid.UUID) -> Json:
 def _decode_uuid(_: Decoder, encoded: Json) -> uuid.UUID:
     text, is_safe = fields(encoded, "uuid", "is_safe")
     decoded = uuid.UUID(expect(text, str), is_safe=uuid.SafeUUID(is_safe))
-    if str(decoded) != text:
-        raise ValueError("not a UUID in canonical form")
+    _require_canonical(text, str(decoded))
     return decoded
 
 
@@ -223,52 +217,28 @@ def _decode_zone(decoder: Decoder, encoded: Json) -> timezone | None:
     return timezone(offset) if name is None else timezone(offset, expect(name, str))
 
 
-def _encode_datetime(encoder: Encoder, value: datetime | time) -> Json:
+def _encode_clock(encoder: Encoder, value: datetime | time) -> Json:
     local = value.replace(tzinfo=None).isoformat(timespec="microseconds")
     return {"local": local, "fold": value.fold, "zone": _encode_zone(encoder, value)}
 
 
-def _decode_datetime(decoder: Decoder, encoded: Json) -> datetime:
+def _decode_clock(kind: type[datetime | time], decoder: Decoder, encoded: Json) -> datetime | time:
     local, fold, zone = fields(encoded, "local", "fold", "zone")
-    naive = datetime.fromisoformat(expect(local, str))
-    if naive.isoformat(timespec="microseconds") != local:
-        raise ValueError("not a date and time in canonical form")
+    naive = kind.fromisoformat(expect(local, str))
+    _require_canonical(local, naive.isoformat(timespec="microseconds"))
     return naive.replace(fold=bounded(fold, 0, 1), tzinfo=_decode_zone(decoder, zone))
-
-
-def _decode_time(decoder: Decoder, encoded: Json) -> time:
-    local, fold, zone = fields(encoded, "local", "fold", "zone")
-    naive = time.fromisoformat(expect(local, str))
-    if naive.isoformat(timespec="microseconds") != local:
-        raise ValueError("not a time in canonical form")
-    return naive.replace(fold=bounded(fold, 0, 1), tzinfo=_decode_zone(decoder, zone))
-
-
-def _encode_date(_: Encoder, value: date) -> Json:
-    return value.isoformat()
 
 
 def _decode_date(_: Decoder, encoded: Json) -> date:
     decoded = date.fromisoformat(expect(encoded, str))
-    if decoded.isoformat() != encoded:
-        raise ValueError("not a date in canonical form")
+    _require_canonical(encoded, decoded.isoformat())
     return decoded
 
 
-def _encode_timedelta(_: Encoder, value: timedelta) -> Json:
-    return [value.days, value.seconds, value.microseconds]
-
-
-def _decode_timedelta(_: Decoder, encoded: Json) -> timedelta:
-    days, seconds, microseconds = (expect(part, int) for part in fixed(encoded, 3))
-    return timedelta(days, seconds, microseconds)
-
-
 def _encode_path(encoder: Encoder, value: pathlib.PurePath) -> Json:
-    for flavor, (concrete, pure) in _PATHS.items():
-        if type(value) in (concrete, pure):
-            return {"flavor": flavor, "pure": type(value) is pure, "path": encoder.child("path", str(value))}
-    raise AssertionError("_PATHS has all types that this tag is for")
+    flavor = "windows" if isinstance(value, pathlib.PureWindowsPath) else "posix"
+    is_pure = not isinstance(value, pathlib.Path)
+    return {"flavor": flavor, "pure": is_pure, "path": encoder.child("path", str(value))}
 
 
 def _decode_path(decoder: Decoder, encoded: Json) -> pathlib.PurePath:
@@ -285,29 +255,11 @@ def _encode_attributes(encoder: Encoder, value: argparse.Namespace | types.Simpl
     return encoder.pairs(vars(value))
 
 
-def _decode_namespace(decoder: Decoder, encoded: Json) -> argparse.Namespace:
-    namespace = argparse.Namespace()
-    vars(namespace).update(_decode_attributes(decoder, encoded))
+def _decode_attributes(kind: type, decoder: Decoder, encoded: Json) -> object:
+    attributes = {expect(name, str): value for name, value in decoder.pairs(encoded).items()}
+    namespace = kind()
+    vars(namespace).update(attributes)
     return namespace
-
-
-def _decode_simple_namespace(decoder: Decoder, encoded: Json) -> types.SimpleNamespace:
-    namespace = types.SimpleNamespace()
-    vars(namespace).update(_decode_attributes(decoder, encoded))
-    return namespace
-
-
-def _decode_attributes(decoder: Decoder, encoded: Json) -> dict[str, Any]:
-    return {expect(name, str): value for name, value in decoder.pairs(encoded).items()}
-
-
-def _encode_bytesio(encoder: Encoder, value: io.BytesIO) -> Json:
-    if value.closed:
-        raise NotEncodableError("is closed")
-    _refuse_attributes(value)
-    # Copied with `getvalue`, because a stream cannot grow while `getbuffer` is in use, and `dcp.async_save` lets
-    # training go on with the same stream.
-    return {"data": encoder.data(memoryview(value.getvalue())), "position": value.tell()}
 
 
 def _decode_bytesio(decoder: Decoder, encoded: Json) -> io.BytesIO:
@@ -346,53 +298,35 @@ def _decode_array(decoder: Decoder, encoded: Json) -> array.array[Any]:
 
 
 PYTHON_TAGS: tuple[Tag, ...] = (
-    Tag("$tuple", tuple, _encode_tuple, lambda decoder, encoded: tuple(decoder.values(encoded))),
+    Tag("$tuple", tuple, Encoder.children, _made_by(tuple, Decoder.values)),
     Tag("$set", set, _encode_set, _decode_set, mutable=True),
-    Tag("$frozenset", frozenset, _encode_set, lambda decoder, encoded: frozenset(_decode_set(decoder, encoded))),
-    Tag("$bytes", bytes, _encode_bytes, lambda decoder, encoded: bytes(decoder.data(encoded))),
-    Tag(
-        "$bytearray",
-        bytearray,
-        _encode_bytes,
-        lambda decoder, encoded: bytearray(decoder.data(encoded)),
-        mutable=True,
-    ),
-    Tag("$complex", complex, _encode_complex, _decode_complex),
-    Tag(
-        "$OrderedDict",
-        OrderedDict,
-        _encode_ordered,
-        lambda decoder, encoded: OrderedDict(decoder.pairs(encoded)),
-        mutable=True,
-    ),
+    Tag("$frozenset", frozenset, _encode_set, _made_by(frozenset, _decode_set)),
+    Tag("$bytes", bytes, _encode_bytes, _made_by(bytes, Decoder.data)),
+    Tag("$bytearray", bytearray, _encode_bytes, _made_by(bytearray, Decoder.data), mutable=True),
+    _parts_tag("$complex", complex, ("real", "imag"), float),
+    Tag("$OrderedDict", OrderedDict, _encode_ordered, _made_by(OrderedDict, Decoder.pairs), mutable=True),
     Tag("$Counter", Counter, _encode_ordered, _decode_counter, mutable=True),
     Tag("$defaultdict", defaultdict, _encode_defaultdict, _decode_defaultdict, mutable=True),
     Tag("$deque", deque, _encode_deque, _decode_deque, mutable=True),
-    Tag("$slice", slice, _encode_slice, _decode_slice, mutable=True),
-    Tag("$range", range, _encode_range, _decode_range),
-    Tag("$Decimal", Decimal, _encode_decimal, _decode_decimal),
+    _parts_tag("$slice", slice, ("start", "stop", "step"), object, mutable=True),
+    _parts_tag("$range", range, ("start", "stop", "step"), int),
+    Tag("$Decimal", Decimal, lambda _, value: str(value), _decode_decimal),
     Tag("$Fraction", Fraction, _encode_fraction, _decode_fraction),
     Tag("$UUID", uuid.UUID, _encode_uuid, _decode_uuid),
-    Tag("$datetime", datetime, _encode_datetime, _decode_datetime),
-    Tag("$time", time, _encode_datetime, _decode_time),
-    Tag("$date", date, _encode_date, _decode_date),
-    Tag("$timedelta", timedelta, _encode_timedelta, _decode_timedelta),
+    Tag("$datetime", datetime, _encode_clock, partial(_decode_clock, datetime)),
+    Tag("$time", time, _encode_clock, partial(_decode_clock, time)),
+    Tag("$date", date, lambda _, value: value.isoformat(), _decode_date),
+    _parts_tag("$timedelta", timedelta, ("days", "seconds", "microseconds"), int),
     *(Tag("$Path", kind, _encode_path, _decode_path) for kinds in _PATHS.values() for kind in kinds),
-    Tag("$Namespace", argparse.Namespace, _encode_attributes, _decode_namespace, mutable=True),
-    Tag("$SimpleNamespace", types.SimpleNamespace, _encode_attributes, _decode_simple_namespace, mutable=True),
-    Tag("$BytesIO", io.BytesIO, _encode_bytesio, _decode_bytesio, mutable=True),
+    *(
+        Tag(f"${kind.__name__}", kind, _encode_attributes, partial(_decode_attributes, kind), mutable=True)
+        for kind in (argparse.Namespace, types.SimpleNamespace)
+    ),
     Tag("$array", array.array, _encode_array, _decode_array, mutable=True),
-)
-
-
-def _unused_encoder(_: Encoder, value: object) -> Json:
-    raise AssertionError(f"{type(value).__name__} is encoded by Encoder itself")
-
-
-# Written by `Encoder` itself, for values of JSON's types that plain JSON cannot express.
-INNER_TAGS: tuple[Tag, ...] = (
-    Tag("$int", int, _unused_encoder, _decode_int),
-    Tag("$float", float, _unused_encoder, decode_special_float),
-    Tag("$str", str, _unused_encoder, _decode_str),
-    Tag("$dict", dict, _unused_encoder, lambda decoder, encoded: decoder.pairs(encoded)),
+    Tag("$BytesIO", io.BytesIO, write_no_longer, _decode_bytesio),
+    # `Encoder` itself writes these, for values of JSON's types that plain JSON cannot express.
+    Tag("$int", int, write_no_longer, _decode_int),
+    Tag("$float", float, write_no_longer, decode_special_float),
+    Tag("$str", str, write_no_longer, _decode_str),
+    Tag("$dict", dict, write_no_longer, Decoder.pairs),
 )

@@ -56,9 +56,7 @@ def refused_values(state: Mapping[str, Any] | nn.Module) -> list[RefusedValue]:
 def name_all_refused(error: UnsafeObjectError, values: Mapping[str, Any]) -> UnsafeObjectError:
     """Return the error of a save that names all refused values, not only those of the first object.
 
-    Args:
-        error: Error of one object, which is returned if no other object is refused.
-        values: All values of the state by name, tensors too.
+    `values` are all values of the state by name, tensors too; `error` is returned if no other object is refused.
     """
     refused = _find_all(values)
     if len({value.path.partition("[")[0] for value in refused}) < 2:  # noqa: PLR2004  # the error names those of one

@@ -6,7 +6,6 @@ dtypes, but can view all of them as integers. For floats this also keeps the bit
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import sys
@@ -21,7 +20,8 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.manifest import RAW
-from dcp_remote.serialization.objects import EncodedObject, Encoding, decode_object, encode_stream
+from dcp_remote.serialization.objects import EncodedObject, Encoding, decode_object, encode_saved
+from dcp_remote.serialization.torch_streams import save
 from dcp_remote.serialization.torch_tags import lacks_memory
 
 # Copies from this size on get a memory mapping of their own. glibc raises its mmap threshold with each freed block, up
@@ -40,11 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name, such as `torch.float32` for `float32`.
-
-    Raises:
-        UnsupportedFormatError: This version of torch has no such dtype.
-    """
+    """Return the dtype of a name, such as `torch.float32` for `float32`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedFormatError(
@@ -56,15 +52,9 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def choose_encoding(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> tuple[str, bytes]:
-    """Return how a tensor is stored: as its elements, or as a `torch.save` stream where elements are not enough.
+    """Return how a tensor is stored: as its elements, with no bytes, or as a `torch.save` stream if it is more.
 
-    Args:
-        name: Name of the tensor, for errors.
-        tensor: Any tensor; the elements of a plain strided one are not read.
-        allow_pickle: Accept a tensor whose stream needs code to load.
-
-    Returns:
-        The encoding, and the stream; the stream is empty if the elements are stored.
+    The elements of a plain strided tensor are not read.
 
     Raises:
         InvalidArgumentError: The tensor has no data (on the meta device, fake, or freed), has a dtype that this version
@@ -92,9 +82,8 @@ def choose_encoding(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> t
                 "A tensor has no data to save: its memory was freed or never allocated.", tensor=name
             )
         return RAW, b""
-    stream = io.BytesIO()
     try:
-        torch.save(tensor.detach(), stream)
+        stream = save(tensor.detach())
     except Exception as error:
         raise InvalidArgumentError(
             "A tensor cannot be stored: torch.save refuses it.",
@@ -102,8 +91,8 @@ def choose_encoding(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> t
             type=f"{type(tensor).__module__}.{type(tensor).__qualname__}",
             cause=error,
         ) from error
-    encoded = encode_stream(name, stream.getvalue(), allow_pickle=allow_pickle, tagged=False)
-    return encoded.encoding, encoded.data
+    encoded = encode_saved(name, tensor, stream, allow_pickle=allow_pickle)
+    return encoded.encoding, stream
 
 
 def decode_tensor(
@@ -169,14 +158,10 @@ def element_bytes(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
 def copy_elements(
     tensor: torch.Tensor, start: int, stop: int, *, into: torch.Tensor, non_blocking: bool = False
 ) -> None:
-    """Copy elements `start` to `stop` (exclusive) in row-major order.
+    """Copy elements `start` to `stop` (exclusive) in row-major order, from any device.
 
-    Args:
-        tensor: Source, on any device.
-        start: Index of the first element.
-        stop: Index after the last element.
-        into: Destination: uint8, on the CPU, of exactly the size of the elements and aligned for them.
-        non_blocking: Return before the copy has ended, if `into` is pinned.
+    `into` is uint8, on the CPU, of exactly the size of the elements and aligned for them. `non_blocking` returns before
+    the copy has ended, if `into` is pinned.
     """
     tensor = tensor.detach()
     copy = into.view(_CARRIERS[tensor.element_size()])

@@ -1,41 +1,31 @@
-"""Reading of `torch.save` streams without trusting them.
+"""`torch.save` streams: written, and read without trusting them.
 
-torch's restricted unpickler (`weights_only=True`) runs no code, but it accepts every name that any library added with
-`add_safe_globals`, and calls that allocate any amount of memory, such as `bytearray(10**12)`. So a stream, which is a
-zip of a short pickle program and of storages, is first checked here, and `pickle_validator` interprets its program
-without executing it.
+A stream is a zip of a short pickle program and of storages. The zip is read here, and `restricted_unpickler` executes
+the program.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import struct
-import threading
+import sys
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dcp_remote.format.json_tree import DEPTH_MAX
-from dcp_remote.serialization.pickle_validator import (
-    REBUILD_SPARSE,
-    DamagedStreamError,
-    UnsafeStreamError,
-    validate_program,
-)
+from dcp_remote.serialization.restricted_unpickler import DamagedStreamError, unpickle
 
 _RECORD_NAME = re.compile(
-    r"[^/]+/(data\.pkl|byteorder|version|\.format_version|\.storage_alignment|data/\d{1,19}|\.data/serialization_id)",
+    r"data\.pkl|byteorder|version|\.format_version|\.storage_alignment|data/\d{1,19}|\.data/serialization_id",
     re.ASCII,
 )
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
-# torch's switch for sparse validation is global: without the lock, two threads could restore it in the wrong order.
-_sparse_validation = threading.Lock()
+# torch's number of the layout: 1 to 10.
+_VERSION = re.compile(rb"([1-9]|10)\s*")
 
 
 def save(value: object) -> bytes:
@@ -51,58 +41,35 @@ def load_trusted(stream: bytes) -> object:
         return torch.load(io.BytesIO(stream), weights_only=False, map_location="cpu", mmap=False)
 
 
-def load_restricted(stream: bytes, *, is_own: bool = False) -> object:
-    """Return the object that a stream holds, on the CPU, without running code.
+def load_restricted(stream: bytes) -> object:
+    """Return the object that a stream of any origin holds, on the CPU, without running code.
 
     Memory and time are proportional to the length of the stream.
-
-    Args:
-        stream: Stream of any origin.
-        is_own: True if `torch.save` has just written the stream in this process; torch then reads it without a copy.
 
     Raises:
         UnsafeStreamError: The stream names a class or function that is not on our list.
         DamagedStreamError: The stream is not one that `torch.save` writes.
     """
     records = _read_records(stream)
-    names = validate_program(bytes(records["data.pkl"]), {name: len(record) for name, record in records.items()})
+    byte_order = bytes(records.get("byteorder", b"little"))
+    if byte_order not in (b"little", b"big") or not _VERSION.fullmatch(records["version"]):
+        raise DamagedStreamError("an unknown byte order or version")
+
+    def make_storage(name: str, size_bytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        if not size_bytes:
+            return torch.UntypedStorage(0)
+        storage = torch.frombuffer(bytearray(records[name][:size_bytes]), dtype=torch.uint8).untyped_storage()
+        if byte_order != sys.byteorder.encode():
+            storage.byteswap(dtype)
+        return storage
+
+    record_bytes = {name: len(record) for name, record in records.items()}
     try:
-        # Most objects of a training are numbers and containers, whose programs name nothing: these load three times
-        # faster without torch.
-        if names:
-            value = _load_with_torch(io.BytesIO(stream) if is_own else _repack(records), names)
-        else:
-            value = _NamelessUnpickler(io.BytesIO(records["data.pkl"])).load()
-    except (UnsafeStreamError, MemoryError):
-        raise
-    except Exception as error:
-        # A valid program can still combine values that do not fit together.
-        raise DamagedStreamError(f"it does not load: {type(error).__name__}") from error
+        value = unpickle(bytes(records["data.pkl"]), record_bytes, make_storage)
+    except NotImplementedError as error:
+        raise DamagedStreamError(f"torch cannot make a tensor: {error}") from error
     _check_depth(value)
     return value
-
-
-class _NamelessUnpickler(pickle.Unpickler):
-    """Loads a validated program that names no class or function, and so cannot call any."""
-
-    def find_class(self, module: str, name: str, /) -> NoReturn:
-        raise AssertionError(f"{module}.{name} was not seen by the validation")
-
-
-@contextmanager
-def _check_sparse_indices() -> Iterator[None]:
-    """Make torch check the indices of sparse tensors, which by default it uses unchecked."""
-    with _sparse_validation, torch.sparse.check_sparse_tensor_invariants():
-        yield
-
-
-def _load_with_torch(stream: io.BytesIO, names: frozenset[str]) -> object:
-    # Sparse tensors are rebuilt by a factory function, which ignores `map_location` and uses the default device.
-    with _check_sparse_indices() if REBUILD_SPARSE in names else nullcontext(), torch.device("cpu"):
-        try:
-            return torch.load(stream, weights_only=True, map_location="cpu", mmap=False)
-        except pickle.UnpicklingError as error:
-            raise UnsafeStreamError("this version of torch refuses it") from error
 
 
 def _read_records(stream: bytes) -> dict[str, memoryview]:
@@ -114,46 +81,25 @@ def _read_records(stream: bytes) -> dict[str, memoryview]:
         with zipfile.ZipFile(io.BytesIO(stream)) as archive:
             entries = archive.infolist()
         for entry in entries:
-            if _RECORD_NAME.fullmatch(entry.filename) is None:
-                raise DamagedStreamError(f"an unknown record {entry.filename[:100]!r}")
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                raise DamagedStreamError("a compressed record")
+            folder, _, name = entry.filename.partition("/")
+            folders.add(folder)
+            is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
+            if _RECORD_NAME.fullmatch(name) is None or name in records or not is_stored:
+                raise ValueError(f"an unknown, second or compressed record {name[:100]!r}")
             header = _LOCAL_HEADER.unpack_from(view, entry.header_offset)
             start = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
             if entry.header_offset < 0 or start + entry.file_size > len(view):
-                raise DamagedStreamError("a record lies outside the stream")
-            folder, _, name = entry.filename.partition("/")
-            folders.add(folder)
-            if name in records:
-                raise DamagedStreamError(f"two records {name!r}")
+                raise ValueError("a record lies outside the stream")
             records[name] = view[start : start + entry.file_size]
-    except (DamagedStreamError, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:
         # zipfile does not document what it raises on hostile directories.
-        raise DamagedStreamError(f"not a zip: {error}") from error
-    if len(folders) > 1:
-        raise DamagedStreamError("records in several folders")
-    if "data.pkl" not in records or "version" not in records:
-        raise DamagedStreamError("a record is missing")
-    if sum(len(record) for record in records.values()) > len(stream):
-        raise DamagedStreamError("records overlap")
+        raise DamagedStreamError(f"not a zip of torch.save: {error}") from error
+    is_complete = len(folders) == 1 and {"data.pkl", "version"} <= records.keys()
+    if not is_complete or sum(map(len, records.values())) > len(stream):
+        raise DamagedStreamError("records are missing, overlap, or lie in several folders")
     return records
-
-
-def _repack(records: Mapping[str, memoryview]) -> io.BytesIO:
-    """Write the records into a new zip, so that torch reads the records that were validated.
-
-    torch reads zips with another library than Python, and a hostile zip may show each library other records. Records
-    whose names begin with a dot matter only to memory-mapped files and are left out.
-    """
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
-        for name, record in records.items():
-            if not name.startswith("."):
-                archive.writestr(zipfile.ZipInfo(f"archive/{name}"), record)
-    packed.seek(0)
-    return packed
 
 
 def _check_depth(value: object) -> None:

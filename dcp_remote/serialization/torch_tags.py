@@ -111,10 +111,8 @@ def _encode_tensor(encoder: Encoder, value: torch.Tensor) -> Json:
 def _decode_tensor(decoder: Decoder, encoded: Json) -> torch.Tensor:
     name, sizes, requires_grad, data = fields(encoded, "dtype", "shape", "requires_grad", "data")
     dtype, shape = _find_by_name(decoder, _PLAIN_DTYPES, name), decode_shape(sizes)
-    buffer = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize)
+    buffer = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize, is_boolean=dtype is torch.bool)
     content = np.frombuffer(buffer, dtype=np.uint8)
-    if dtype is torch.bool and content.size and content.max() > 1:
-        raise ValueError("a boolean is neither 0 nor 1")
     if should_share_memory(buffer) and sys.byteorder == "little" and content.ctypes.data % dtype.itemsize == 0:
         tensor = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
     else:
@@ -130,10 +128,15 @@ def _decode_parameter(decoder: Decoder, encoded: Json) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
 
 
-def _require_known_name(names: dict[str, Any], value: torch.dtype | torch.layout) -> str:
-    if _short_name(value) not in names:
-        raise NotEncodableError("is not known to this version of dcp_remote")
-    return _short_name(value)
+def _named_tag(name: str, kind: type, known: dict[str, Any]) -> Tag:
+    """Return the tag of constants of torch."""
+
+    def encode(_: Encoder, value: torch.dtype | torch.layout) -> Json:
+        if _short_name(value) not in known:
+            raise NotEncodableError("is not known to this version of dcp_remote")
+        return _short_name(value)
+
+    return Tag(name, kind, encode, lambda decoder, encoded: _find_by_name(decoder, known, encoded))
 
 
 def _find_by_name(decoder: Decoder, names: dict[str, Any], encoded: Json) -> Any:
@@ -166,18 +169,8 @@ TORCH_TAGS: tuple[Tag, ...] = (
     Tag("$torch.Tensor", torch.Tensor, _encode_tensor, _decode_tensor, mutable=True),
     Tag("$torch.Parameter", torch.nn.Parameter, _encode_tensor, _decode_parameter, mutable=True),
     Tag("$torch.Size", torch.Size, lambda _, value: list(value), _decode_size),
-    Tag(
-        "$torch.dtype",
-        torch.dtype,
-        lambda _, value: _require_known_name(_DTYPES, value),
-        lambda decoder, encoded: _find_by_name(decoder, _DTYPES, encoded),
-    ),
-    Tag(
-        "$torch.layout",
-        torch.layout,
-        lambda _, value: _require_known_name(_LAYOUTS, value),
-        lambda decoder, encoded: _find_by_name(decoder, _LAYOUTS, encoded),
-    ),
+    _named_tag("$torch.dtype", torch.dtype, _DTYPES),
+    _named_tag("$torch.layout", torch.layout, _LAYOUTS),
     Tag(
         "$torch.device",
         torch.device,

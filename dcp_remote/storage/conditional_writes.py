@@ -33,28 +33,17 @@ _STALE = Version(etag=f'"{"0" * 32}"', generation="1")
 # Limit of the clean-up: one small object that stays costs less than a longer wait.
 _DELETE_SECONDS = 5.0
 
-# Servers whose conditional writes are known to be correct, by scheme: Google's server also takes S3 requests, for which
-# it has to be probed.
-_KNOWN_HOSTS = {
-    "s3": (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu", ".api.aws"),
-    "gs": (".googleapis.com",),
-    "az": (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net"),
-}
-
 # Pairs of server and header that this process has proven.
 _proven: set[tuple[str, str]] = set()
 
 
-def find_unproven_server(scheme: str, endpoint_url: str | None, bucket: str) -> str | None:
-    """Return the server and bucket if conditional writes are unproven there; None for a cloud's own server.
+def find_unproven_server(endpoint_url: str | None, bucket: str, *, known_hosts: tuple[str, ...]) -> str | None:
+    """Return server and bucket if conditional writes are unproven there; None for a cloud's own server.
 
-    Args:
-        scheme: "s3", "gs" or "az".
-        endpoint_url: URL of the server; None for the cloud's own.
-        bucket: Name of the bucket.
+    No URL means the cloud's own server. `known_hosts` are ends of the names of servers that are known to be correct.
     """
     host = urlsplit(endpoint_url).hostname if endpoint_url is not None else None
-    return None if host is None or f".{host}".endswith(_KNOWN_HOSTS[scheme]) else f"{endpoint_url} {bucket}"
+    return None if host is None or f".{host}".endswith(known_hosts) else f"{endpoint_url} {bucket}"
 
 
 def require_conditional_writes(
@@ -68,11 +57,7 @@ def require_conditional_writes(
     PUTs and a DELETE, and one more PUT with `swaps`. Without permission to delete, or if this process is killed, one
     small object stays, which nothing ever reads.
 
-    Args:
-        store: Store of the checkpoint or run.
-        deadline: Time until which failed requests are repeated.
-        swaps: True to probe the comparison of versions too (`If-Match`), and not only of absence (`If-None-Match`).
-        sleep: Waits, in seconds.
+    With `swaps`, the comparison of versions (`If-Match`) is probed too, and not only of absence (`If-None-Match`).
 
     Raises:
         InvalidArgumentError: The store is read-only; no request was sent.

@@ -2,68 +2,43 @@
 
 from __future__ import annotations
 
-import threading
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TypeVar
 
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage.base import Content, ObjectStore
 from dcp_remote.storage.rereads import is_reread
-from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.storage.wrapper import Request, SharedState, WrappedStore
 
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of requests and bytes.
+    """Numbers of requests and bytes."""
 
-    Attributes:
-        requests: Requests, including failed attempts; a listing counts as one, whatever its number of pages.
-        put_bytes: Bytes of the buffers of all `put` requests.
-        got_bytes: Bytes requested by `get_into`, and received by `get`.
-        failed: Requests that raised `TransientStorageError`, whether or not they were repeated.
-        reread: Requests that repeat a read whose bytes did not match their digest.
-    """
-
-    requests: int = 0
-    put_bytes: int = 0
-    got_bytes: int = 0
-    failed: int = 0
-    reread: int = 0
+    requests: int = 0  # with failed attempts; a listing counts as one, whatever its number of pages
+    put_bytes: int = 0  # of the buffers of all `put` requests
+    got_bytes: int = 0  # requested by `get_into`, and received by `get`
+    failed: int = 0  # requests that raised `TransientStorageError`, whether or not they were repeated
+    reread: int = 0  # requests that repeat a read whose bytes did not match their digest
 
     def plus(self, more: Counts) -> Counts:
         """Return the sums of these counts and others."""
-        return Counts(
-            self.requests + more.requests,
-            self.put_bytes + more.put_bytes,
-            self.got_bytes + more.got_bytes,
-            self.failed + more.failed,
-            self.reread + more.reread,
-        )
+        return Counts(*map(operator.add, astuple(self), astuple(more)))
 
     def since(self, earlier: Counts) -> Counts:
         """Return the increase from earlier counts to these."""
-        return Counts(
-            self.requests - earlier.requests,
-            self.put_bytes - earlier.put_bytes,
-            self.got_bytes - earlier.got_bytes,
-            self.failed - earlier.failed,
-            self.reread - earlier.reread,
-        )
+        return Counts(*map(operator.sub, astuple(self), astuple(earlier)))
 
 
-class _Tally:
-    """Counts that a store and its children share, under a lock; pickled with all counts at zero."""
-
+class _Tally(SharedState):
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        super().__init__()
         self.counts = Counts()
         self.under_way = 0
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _Tally, ()
 
 
 class CountingStore(WrappedStore):

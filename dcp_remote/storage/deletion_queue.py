@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import format_count
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage.base import ObjectStore
@@ -25,41 +25,21 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Result of `DeletionQueue.delete`.
-
-    Attributes:
-        removed: Number of objects that were deleted.
-        failed: Errors of the objects that could not be deleted, by key.
-        left: Number of objects that are still in the queue.
-        given_up: Number of objects that left the queue without a request since the last call, because the store permits
-            no deletion; gc removes them.
-    """
+    """Result of `DeletionQueue.delete`."""
 
     removed: int = 0
-    failed: Mapping[str, StorageError] = field(default_factory=dict)
-    left: int = 0
+    failed: Mapping[str, StorageError] = field(default_factory=dict)  # errors of what could not be deleted, by key
+    left: int = 0  # objects that are still in the queue
+    # Objects that left the queue without a request since the last call, because the store permits no deletion.
     given_up: int = 0
 
 
 class DeletionQueue:
-    """Queue of objects to delete. For one thread at a time.
+    """Queue of objects to delete, by keys relative to the store of the run. For one thread at a time."""
 
-    Args:
-        store: Store of the run, which keys are relative to.
-        sleep: Waits, in seconds.
-        uniform: Returns a random number between two; for backoff.
-    """
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = jitter,
-    ) -> None:
+    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
         """Begin with an empty queue; no request is sent."""
-        self._store = store
-        self._sleep, self._uniform = sleep, uniform
+        self._store, self._sleep = store, sleep
         self._keys: dict[str, None] = {}
         self._is_permitted = True
         self._given_up = 0
@@ -96,13 +76,10 @@ class DeletionQueue:
         Objects that failed for now stay in the queue; those that failed for good leave it, for gc. If the store permits
         no deletion at all, all objects leave the queue, now and later; one warning says so.
 
-        Args:
-            deadline: Time until which failed requests are repeated.
-            stop: Checked before each request; once it returns True, the rest stays in the queue.
-            batch: Maximum number of objects per request.
-            pause_seconds: Pause between two requests.
+        Failed requests are repeated until the deadline. `stop` is called before each request; once it returns True, the
+        rest stays in the queue.
         """
-        sender = RetryingStore(self._store, deadline, sleep=self._sleep, random=lambda: self._uniform(0, 1))
+        sender = RetryingStore(self._store, deadline, sleep=self._sleep)
         failed: dict[str, StorageError] = {}
         removed = 0
         while self._keys and not stop() and not deadline.expired():

@@ -8,11 +8,9 @@ every other file system is read-only. s3fs runs in one thread, in Python, and is
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from http import HTTPStatus
@@ -24,6 +22,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.errors import (
     DcpRemoteError,
     InvalidArgumentError,
@@ -55,6 +55,7 @@ from dcp_remote.storage.fsspec_s3 import (
     answer_of,
     check_listed,
     fill,
+    find_secrets,
     open_s3fs_store,
     request_seconds,
     status_of,
@@ -78,9 +79,6 @@ _WRITABLE = {
     "s3": "s3fs's own S3FileSystem",
     "file": "fsspec's own LocalFileSystem",
 }
-
-# Names of a file system's arguments whose values are hidden in errors.
-_SECRET_NAME = re.compile(r"(?i)key|secret|token|passw|passphrase|credential|auth|header|cookie|sas|connection_string")
 
 # Names under which file systems give the time of the last write; a file system without any has the time 0.
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -272,29 +270,31 @@ class ReadOnlyFsspecStore:
 
     def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, size_bytes: int = 0) -> _Answer:
         """Make a call of the file system and return its result; raise its errors as errors of dcp_remote."""
-        answer: Future[_Answer] = Future()
+        # In a thread, so that a call that does not return ends for the caller by its deadline.
+        helper, deadline = HelperThread("dcp_remote-fsspec"), Deadline(request_seconds(size_bytes))
 
-        def work() -> None:
-            try:
-                with self._lock:
-                    answer.set_result(request())
-            except BaseException as error:  # noqa: BLE001  # raised below
-                answer.set_exception(error)
+        def call() -> _Answer:
+            with self._lock:
+                return request()
+
+        def check_deadline() -> None:
+            if deadline.expired():
+                raise TimeoutError
 
         try:
-            # In a thread, so that a call that does not return ends for the caller by its deadline.
-            threading.Thread(target=work, name="dcp_remote-fsspec", daemon=True).start()
-            return answer.result(request_seconds(size_bytes))
+            return helper.run(call, check_deadline)
         except DcpRemoteError:
             raise
         except Exception as error:  # noqa: BLE001  # `_classify` handles every error
-            secrets = list(_find_secrets(self._filesystem.storage_options))
+            secrets = list(find_secrets(self._filesystem.storage_options))
             kind = _classify(error)
             url = f"{self.url}/{key}" if key else self.url
             failure = kind(
                 WHAT[kind], verb=verb, url=url, cause=describe_cause(str(error) or type(error).__name__, secrets)
             )
             raise failure from get_safe_cause(error, secrets)
+        finally:
+            helper.close()
 
 
 def _classify(error: BaseException) -> ErrorClass:
@@ -326,18 +326,6 @@ def _protocol_of(filesystem: object) -> str:
     # From the class, since an instance of a cache has the protocol of the file system that it wraps.
     protocol: Any = type(filesystem).protocol  # type: ignore[attr-defined]  # an attribute of fsspec's classes
     return protocol if isinstance(protocol, str) else protocol[0]
-
-
-def _find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the texts among the arguments of a file system whose names are those of secrets."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _find_secrets(inner, is_secret=is_secret or _SECRET_NAME.search(str(name)) is not None)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _find_secrets(inner, is_secret=is_secret)
-    elif is_secret and isinstance(value, str) and value:
-        yield value
 
 
 def _make_found(key: str, info: Mapping[str, Any]) -> ObjectInfo:

@@ -1,8 +1,8 @@
 """Store on s3fs's `S3FileSystem`: each verb is one request of its S3 client.
 
 fsspec's own way to create a file, `pipe_file(mode="create")`, uploads large files in parts, does not return the version
-and is repeated by s3fs; and directory listings may come from a cache. So requests are sent by `call_s3`, from a file
-system that is made of the arguments of the user's.
+and is repeated by s3fs; and directory listings may come from a cache. So requests are sent by `_call_s3`, from a file
+system that is made of the arguments of the user's. What an answer means is decided by `cloud/errors.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import bisect
 import io
 import itertools
 import os
+import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -44,7 +44,6 @@ from dcp_remote.storage.base import (
     may_follow,
     quote_etag,
 )
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
@@ -53,10 +52,12 @@ from dcp_remote.storage.cloud.errors import (
     describe_cause,
     get_safe_cause,
     make_answer_error,
-    make_bucket_error,
+    make_s3_bucket_error,
     translate,
 )
 from dcp_remote.storage.cloud.options import check_endpoint
+from dcp_remote.storage.cloud.s3 import S3
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
@@ -80,13 +81,13 @@ _READ_BYTES = 1024 * 1024
 # Limit for asking botocore for the credentials that it found, in order to hide them in an error; most are cached.
 _SECRETS_SECONDS = 5.0
 
-# Limit for asking a client that has sent requests for its endpoint and region, which sends none.
-_META_SECONDS = 5.0
-
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 # Arguments of s3fs that concern the event loop and caches of the caller, which the store does not use.
 _ARGUMENTS_OF_THE_CALLER = ("asynchronous", "loop", "skip_instance_cache")
+
+# Names of a file system's arguments whose values are hidden in errors.
+_SECRET_NAME = re.compile(r"(?i)key|secret|token|passw|passphrase|credential|auth|header|cookie|sas|connection_string")
 
 _NO_CREDENTIALS = (
     "No credentials were found, and nothing was sent: give the file system `key` and `secret`, or `profile`, or put "
@@ -119,8 +120,14 @@ class FsspecStore:
         return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the arguments of the file system, including explicit credentials."""
-        return open_s3fs_store, (self._parsed, *self._connection.arguments())
+        """Pickle the arguments of the file system, including explicit credentials; a session cannot be pickled."""
+        arguments, options = self._connection.given
+        if options.get("session") is not None:
+            raise InvalidArgumentError(
+                "A file system that was created with a `session` cannot be sent to other processes: create it with "
+                "`profile`, or `key` and `secret`, or take credentials from the environment."
+            )
+        return open_s3fs_store, (self._parsed, arguments, options)
 
     @property
     def url(self) -> str:
@@ -138,26 +145,24 @@ class FsspecStore:
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request; nothing is cached."""
-        path = self._path(key)
+        path = self._parsed.key(key)
 
-        def request(client: _Client) -> ObjectInfo:
-            answer = client.call("head_object", Key=path)
+        async def request(filesystem: Any) -> ObjectInfo:
+            answer = await self._call(filesystem, "head_object", Key=path)
             return _make_info(key, answer, size_bytes=answer["ContentLength"])
 
         return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
         """Implement `ObjectStore.get`. One request."""
-        path = self._path(key)
+        path = self._parsed.key(key)
 
-        def request(client: _Client) -> Content:
-            answer = client.call("get_object", Key=path)
-            size_bytes, data = answer.get("ContentLength"), b""
-            if size_bytes is None or size_bytes <= limit_bytes:
-                data = client.read(answer["Body"], limit_bytes=limit_bytes)
-                size_bytes = len(data)
+        async def request(filesystem: Any) -> Content:
+            answer = await self._call(filesystem, "get_object", Key=path)
+            announced_bytes = answer.get("ContentLength", 0)
+            data = await _read_body(answer["Body"], limit_bytes if announced_bytes <= limit_bytes else -1)
+            size_bytes = max(len(data), announced_bytes)
             if size_bytes > limit_bytes:
-                answer["Body"].close()
                 raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
             return Content(data=data, version=_make_version(answer))
 
@@ -165,12 +170,12 @@ class FsspecStore:
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Implement `ObjectStore.get_into`. One request; its answer is copied once."""
-        path = self._path(key)
+        path = self._parsed.key(key)
         stop = start + len(buffer)
 
-        def request(client: _Client) -> bytes:
+        async def request(filesystem: Any) -> bytes:
             try:
-                answer = client.call("get_object", Key=path, Range=f"bytes={start}-{stop - 1}")
+                answer = await self._call(filesystem, "get_object", Key=path, Range=f"bytes={start}-{stop - 1}")
             except Exception as error:
                 refused = answer_of(error)
                 if refused is not None and status_of(refused) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -179,7 +184,7 @@ class FsspecStore:
             if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                 answer["Body"].close()
                 raise StorageError("The store does not serve ranges of an object.", url=f"{self.url}/{key}")
-            return client.read(answer["Body"], limit_bytes=len(buffer))
+            return await _read_body(answer["Body"], len(buffer))
 
         with writes_nothing():
             data = self._ask("get_into", key, request, size_bytes=len(buffer))
@@ -187,7 +192,7 @@ class FsspecStore:
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
-        path = self._path(key)
+        path = self._parsed.key(key)
         body = Body(buffers)
         match: dict[str, str | None] = {}
         if condition == "absent":
@@ -195,10 +200,10 @@ class FsspecStore:
         elif condition != "any":
             match = {"IfMatch": condition.etag}
 
-        def request(client: _Client) -> Version:
+        async def request(filesystem: Any) -> Version:
             if match:
-                client.require_known("PutObject", match)
-            return _make_version(client.call("put_object", Key=path, Body=body, **match))
+                _require_known(await filesystem.set_session(), match)
+            return _make_version(await self._call(filesystem, "put_object", Key=path, Body=body, **match))
 
         return self._ask("put", key, request, size_bytes=body.size_bytes, condition=condition)
 
@@ -209,11 +214,10 @@ class FsspecStore:
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
-        for key in keys:
-            self._path(key)
+        paths = {self._parsed.key(key): key for key in keys}
         failed: dict[str, StorageError] = {}
-        for first in range(0, len(keys), _KEYS_MAX):
-            failed.update(self._delete_batch(keys[first : first + _KEYS_MAX]))
+        for first in range(0, len(paths), _KEYS_MAX):
+            failed.update(self._delete_batch(dict(itertools.islice(paths.items(), first, first + _KEYS_MAX))))
         return failed
 
     def explain_missing(self) -> BucketNotFoundError | None:
@@ -234,23 +238,16 @@ class FsspecStore:
 
         Sends no request; see `conditional_writes`.
         """
-        endpoint_url = self._ask("open", "", lambda client: str(client.meta.endpoint_url))
+        endpoint_url = str(self._ask("open", "", _get_client).meta.endpoint_url)
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return find_unproven_server("s3", endpoint_url, self._parsed.bucket)
-
-    @property
-    def _root(self) -> str:
-        """Prefix that all keys of this store have in the bucket."""
-        return f"{self._parsed.prefix}/" if self._parsed.prefix else ""
-
-    def _path(self, key: str) -> str:
-        check_key(key)
-        return self._root + key
+        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=S3.known_hosts)
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        last, where = after, {"StartAfter": self._root + after} if after else {}
+        root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
+        last = after
+        where: Mapping[str, str] = {"StartAfter": root + after} if after else {}
         while True:
-            infos, token = self._page(prefix, where)
+            infos, following = self._ask("list", prefix, partial(self._get_page, root=root, prefix=prefix, where=where))
             for info in infos:
                 if info.size_bytes == 0 and (not info.key or info.key.endswith("/")):
                     continue  # marker of a "folder", which some consoles create
@@ -261,113 +258,82 @@ class FsspecStore:
                 check_listed(self.url, info.key)
                 last = info.key
                 yield info
-            if token is None:
+            if following is None:
                 return
-            if where == {"ContinuationToken": token}:
+            if following in ({}, where):
                 raise StorageError(
-                    "The listing does not go on: the store repeats a continuation token.", url=self.url, after=last
+                    "The listing does not go on: NextContinuationToken is missing or repeated.",
+                    url=self.url,
+                    after=last,
                 )
-            where = {"ContinuationToken": token}
+            where = following
 
-    def _page(self, prefix: str, where: Mapping[str, str]) -> tuple[Sequence[ObjectInfo], str | None]:
-        """Return the next page of a listing, and the token of the page after it; None at the end."""
-        root = self._root
+    async def _get_page(
+        self, filesystem: Any, *, root: str, prefix: str, where: Mapping[str, str]
+    ) -> tuple[Sequence[ObjectInfo], Mapping[str, str] | None]:
+        """Return a page of a listing, and the place of the page after it; None at the end, and {} if it has none."""
+        page = await self._call(filesystem, "list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
+        infos = [
+            _make_info(entry["Key"].removeprefix(root), entry, size_bytes=entry["Size"])
+            for entry in page.get("Contents", [])
+        ]
+        if not page.get("IsTruncated"):
+            return infos, None
+        token = page.get("NextContinuationToken")
+        return infos, {"ContinuationToken": token} if token else {}
 
-        def request(client: _Client) -> tuple[Sequence[ObjectInfo], str | None]:
-            page = client.call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
-            infos = [
-                _make_info(entry["Key"].removeprefix(root), entry, size_bytes=entry["Size"])
-                for entry in page.get("Contents", [])
-            ]
-            return infos, page["NextContinuationToken"] if page.get("IsTruncated") else None
-
-        return self._ask("list", prefix, request)
-
-    def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        paths = {self._path(key): key for key in keys}
+    def _delete_batch(self, paths: Mapping[str, str]) -> Mapping[str, StorageError]:
         batch = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
         try:
-            answer = self._ask("delete", "", lambda client: client.call("delete_objects", Delete=batch))
+            answer = self._ask("delete", "", partial(self._call, method="delete_objects", Delete=batch))
         except StorageError as error:
-            return dict.fromkeys(keys, error)
+            return dict.fromkeys(paths.values(), error)
         failed: dict[str, StorageError] = {}
         for entry in answer.get("Errors", []):
             key = paths.get(entry.get("Key"))
             failure = make_answer_error(0, entry.get("Code", ""), verb="delete", url=self._named(key or ""))
             # An absent object counts as deleted. An error that names none of the keys is reported for all of them.
             if not isinstance(failure, ObjectNotFoundError):
-                failed.update(dict.fromkeys([key] if key is not None else keys, failure))
+                failed.update(dict.fromkeys(paths.values() if key is None else [key], failure))
         return failed
-
-    def _make_bucket_error(self) -> BucketNotFoundError:
-        endpoint_url = region_name = None
-        with suppress(Exception):  # the error is worth more than the two details
-            meta = _Client(self._connection.filesystem(), self._parsed.bucket, time.monotonic() + _META_SECONDS).meta
-            endpoint_url, region_name = str(meta.endpoint_url), meta.region_name
-        return make_bucket_error("s3", self._parsed.bucket, endpoint_url=endpoint_url, region_name=region_name)
 
     def _named(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
+
+    async def _call(self, filesystem: Any, method: str, **parameters: object) -> _Parsed:
+        """Send one request by a method of botocore's client; return the answer of the store, or raise s3fs's error."""
+        answer: _Parsed = await filesystem._call_s3(method, filesystem.req_kw, Bucket=self._parsed.bucket, **parameters)
+        return answer
 
     def _ask(
         self,
         verb: str,
         key: str,
-        request: Callable[[_Client], _Answer],
+        request: Callable[[Any], Awaitable[_Answer]],
         *,
         size_bytes: int = 0,
         condition: Condition = "any",
     ) -> _Answer:
-        """Send a request and return its result; raise errors of the client as errors of dcp_remote."""
+        """Send a request in s3fs's event loop and return its result; raise errors of the client as this package's."""
         try:
-            seconds = request_seconds(size_bytes)
-            return request(_Client(self._connection.filesystem(), self._parsed.bucket, time.monotonic() + seconds))
+            filesystem = self._connection.filesystem()
+            answer: _Answer = sync(filesystem.loop, request, filesystem, timeout=request_seconds(size_bytes))
+            return answer
         except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
         except Exception as error:  # noqa: BLE001  # `_translate` handles every error
             sent_elsewhere = error.kwargs.get("error") if isinstance(error, HTTPClientError) else None
             if isinstance(sent_elsewhere, StorageError):
                 raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
-            answer = answer_of(error)
-            secrets = self._connection.secrets(has_answered=answer is not None)
-            if answer is not None and _code_of(answer) == NO_SUCH_BUCKET_CODE:
-                raise self._make_bucket_error() from get_safe_cause(error, secrets)
+            refused = answer_of(error)
+            secrets = self._connection.secrets(has_answered=refused is not None)
+            if refused is not None and _code_of(refused) == NO_SUCH_BUCKET_CODE:
+                meta = self._ask("open", "", _get_client).meta
+                raise make_s3_bucket_error(
+                    self._parsed.bucket, endpoint_url=str(meta.endpoint_url), region_name=meta.region_name
+                ) from get_safe_cause(error, secrets)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from get_safe_cause(error, secrets)
-
-
-class _Client:
-    """Client of a bucket for one request of a store, which ends by `end_seconds` of the monotonic clock."""
-
-    def __init__(self, filesystem: Any, bucket: str, end_seconds: float) -> None:
-        self._filesystem, self._bucket, self._end_seconds = filesystem, bucket, end_seconds
-
-    @property
-    def meta(self) -> Any:
-        """Description of botocore's client. Sends no request, except to find credentials."""
-        return self._filesystem.connect(timeout=self._left()).meta
-
-    def call(self, method: str, **parameters: object) -> _Parsed:
-        """Send one request by a method of botocore's client; return the answer of the store, or raise s3fs's error."""
-        filesystem = self._filesystem
-        answer: _Parsed = filesystem.call_s3(
-            method, filesystem.req_kw, Bucket=self._bucket, timeout=self._left(), **parameters
-        )
-        return answer
-
-    def read(self, body: Any, *, limit_bytes: int) -> bytes:
-        """Read a body and close it. If the body is longer than `limit_bytes`, return a part longer than that."""
-        data: bytes = sync(self._filesystem.loop, _read_body, body, limit_bytes, timeout=self._left())
-        return data
-
-    def require_known(self, operation: str, parameters: Mapping[str, object]) -> None:
-        """Refuse a botocore that does not know these parameters: s3fs would drop them, and overwrite a commit."""
-        known = self.meta.service_model.operation_model(operation).input_shape.members
-        if not parameters.keys() <= known.keys():
-            raise InvalidArgumentError("This version of botocore has no conditional writes: update boto3 and s3fs.")
-
-    def _left(self) -> float:
-        return max(0.001, self._end_seconds - time.monotonic())  # fsspec takes 0 for no limit
 
 
 class _Connection:
@@ -377,31 +343,14 @@ class _Connection:
     """
 
     def __init__(self, arguments: Sequence[object], options: Mapping[str, object]) -> None:
-        self._arguments = arguments
-        self._options = {name: value for name, value in options.items() if name not in _ARGUMENTS_OF_THE_CALLER}
+        options = {name: value for name, value in options.items() if name not in _ARGUMENTS_OF_THE_CALLER}
+        self.given = arguments, options
         self._lock = threading.Lock()
         self._filesystem: Any = None
         self._pid: int | None = None
 
-    def arguments(self) -> tuple[Sequence[object], Mapping[str, object]]:
-        """Return the arguments of the file system, for another process.
-
-        Raises:
-            InvalidArgumentError: A session is among the arguments, which cannot be pickled.
-        """
-        if self._options.get("session") is not None:
-            raise InvalidArgumentError(
-                "A file system that was created with a `session` cannot be sent to other processes: create it with "
-                "`profile`, or `key` and `secret`, or take credentials from the environment."
-            )
-        return self._arguments, self._options
-
     def filesystem(self) -> Any:
-        """Return the file system.
-
-        Raises:
-            InvalidArgumentError: This process was forked after the first request.
-        """
+        """Return the file system; refused in a process that was forked after the first request."""
         if self._pid not in (None, os.getpid()):
             raise InvalidArgumentError(
                 "This process was forked from one that had used this store already, and clients do not survive a fork: "
@@ -413,8 +362,9 @@ class _Connection:
             if self._filesystem is None:
                 from s3fs import S3FileSystem  # takes half a second, and unpickling needs no s3fs
 
-                filesystem = S3FileSystem(*self._arguments, **self._options, skip_instance_cache=True)
-                filesystem.retries = 1  # attempts of `call_s3`
+                arguments, options = self.given
+                filesystem = S3FileSystem(*arguments, **options, skip_instance_cache=True)
+                filesystem.retries = 1  # attempts of `_call_s3`
                 filesystem.config_kwargs = {
                     **filesystem.config_kwargs,
                     "retries": {"total_max_attempts": 1},
@@ -429,21 +379,15 @@ class _Connection:
     def secrets(self, *, has_answered: bool) -> list[str]:
         """Return the secrets that no error may show: credentials that the user passed, or that botocore found.
 
-        Args:
-            has_answered: True if the store answered, so that there are credentials, which it may have quoted.
+        botocore is asked only if the store has answered, since the answer may quote what signed the request.
         """
         filesystem = self._filesystem
         if filesystem is None:
             return []
-        client_kwargs = filesystem.client_kwargs
-        given = [
-            filesystem.secret,
-            filesystem.token,
-            client_kwargs.get("aws_secret_access_key"),
-            client_kwargs.get("aws_session_token"),
-            filesystem.s3_additional_kwargs.get("SSECustomerKey"),
-        ]
-        if has_answered and not (filesystem.anon or filesystem.key or client_kwargs.get("aws_access_key_id")):
+        options = (filesystem.storage_options, filesystem.client_kwargs, filesystem.s3_additional_kwargs)
+        given = [filesystem.secret, filesystem.token, *find_secrets(options)]
+        given_key = filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
+        if has_answered and not (filesystem.anon or given_key):
 
             async def find() -> list[str | None]:
                 credentials = await filesystem.session.get_credentials()
@@ -453,6 +397,30 @@ class _Connection:
             with suppress(Exception):  # the error of the request is the one to report
                 given += sync(filesystem.loop, find, timeout=_SECRETS_SECONDS)
         return [secret for secret in given if isinstance(secret, str) and secret]
+
+
+def find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
+    """Yield the texts among the arguments of a file system whose names are those of secrets."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from find_secrets(inner, is_secret=is_secret or _SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from find_secrets(inner, is_secret=is_secret)
+    elif is_secret and isinstance(value, str) and value:
+        yield value
+
+
+async def _get_client(filesystem: Any) -> Any:
+    """Return botocore's client, whose `meta` describes it. Sends no request, except to find credentials."""
+    return await filesystem.set_session()
+
+
+def _require_known(client: Any, match: Mapping[str, object]) -> None:
+    """Refuse a botocore that does not know these conditions: s3fs would drop them, and overwrite a commit."""
+    known = client.meta.service_model.operation_model("PutObject").input_shape.members
+    if not match.keys() <= known.keys():
+        raise InvalidArgumentError("This version of botocore has no conditional writes: update boto3 and s3fs.")
 
 
 async def _request_without_redirects(session: Any, method: str, **parameters: object) -> Any:
@@ -487,18 +455,17 @@ def _without_redirects(given: Any) -> Any:
 
 
 async def _read_body(body: Any, limit_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size_bytes = 0
+    """Read a body and close it; of a body that is longer than the limit, return a part longer than the limit."""
+    data = bytearray()
     try:
-        while size_bytes <= limit_bytes and (part := await body.read(_READ_BYTES)):
-            parts.append(part)
-            size_bytes += len(part)
+        while len(data) <= limit_bytes and (part := await body.read(_READ_BYTES)):
+            data += part
     except Exception as error:
         # Some of these errors are botocore's, and some aiohttp's.
         raise ResponseStreamingError(error=error) from error
     finally:
         body.close()
-    return b"".join(parts)
+    return bytes(data)
 
 
 class Body(io.RawIOBase):
@@ -518,10 +485,6 @@ class Body(io.RawIOBase):
     def seekable(self) -> bool:
         """Return True; botocore reads a body twice, for its checksum and to send it."""
         return True
-
-    def tell(self) -> int:
-        """Return the position, in bytes from the beginning of the first buffer."""
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position, within the buffers, and return it."""
@@ -580,12 +543,7 @@ def request_seconds(size_bytes: int) -> float:
 
 
 def fill(buffer: memoryview, data: bytes, *, start: int, url: str) -> None:
-    """Copy the answer to a read from offset `start` into the buffer.
-
-    Raises:
-        CorruptCheckpointError: The answer is shorter than the buffer, so the object ends before.
-        StorageError: The answer is longer.
-    """
+    """Copy the answer to a read from offset `start` into the buffer; refuse one that is longer or shorter."""
     if len(data) > len(buffer):
         raise StorageError("The store sent more bytes than the requested range.", url=url)
     if len(data) < len(buffer):
@@ -595,11 +553,7 @@ def fill(buffer: memoryview, data: bytes, *, start: int, url: str) -> None:
 
 
 def check_listed(url: str, key: str) -> None:
-    """Check a key that a listing below a URL gave.
-
-    Raises:
-        StorageError: No checkpoint has such a key.
-    """
+    """Refuse a key of a listing that no checkpoint has: it would be deleted, or kept for ever, by mistake."""
     try:
         check_key(key)
     except InvalidArgumentError as error:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
+from dcp_remote.common.deadline import SYSTEM_CLOCK, Clock
 from dcp_remote.errors import InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.base import Content, ObjectStore
 from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
@@ -33,15 +33,9 @@ _NO_TIME = (
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Limits of the requests of one process, by the names of their storage options; None for no limit.
+    """Limits of the requests of one process, by the names of their storage options; None for no limit."""
 
-    Attributes:
-        requests_in_flight: Number of requests at a time; late reads that are sent twice count once.
-        upload_bytes_per_second: Bytes put per second.
-        download_bytes_per_second: Bytes read per second.
-    """
-
-    requests_in_flight: int | None = None
+    requests_in_flight: int | None = None  # at a time; late reads that are sent twice count once
     upload_bytes_per_second: float | None = None
     download_bytes_per_second: float | None = None
 
@@ -50,52 +44,31 @@ LIMIT_OPTIONS = tuple(field.name for field in fields(StoreLimits))
 
 
 def take_limits(options: Mapping[str, object]) -> tuple[StoreLimits, dict[str, object]]:
-    """Return the limits among storage options, and the other options.
-
-    Raises:
-        InvalidArgumentError: A limit is not a number above zero, or the number of requests not an integer.
-    """
-    limits: dict[str, object] = {}
+    """Return the limits among storage options, which must be numbers above zero, and the other options."""
+    limits: dict[str, Any] = {}
     for name in LIMIT_OPTIONS:
         value = options.get(name)
+        is_count = name == "requests_in_flight"
         if value is None:
             continue
-        is_count = name == "requests_in_flight"
-        kinds: tuple[type, ...] = (int,) if is_count else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:  # type: ignore[operator]  # a number by now
+        if type(value) not in ((int,) if is_count else (int, float)) or not 0 < cast("float", value) < math.inf:
             raise InvalidArgumentError(
                 f"storage_options[{name!r}] must be {'an integer' if is_count else 'a number'} above zero.",
                 value=value,
                 type=type(value).__name__,
             )
         limits[name] = value
-    others = {name: value for name, value in options.items() if name not in LIMIT_OPTIONS}
-    return StoreLimits(**limits), others  # type: ignore[arg-type]  # checked above
+    return StoreLimits(**limits), {name: value for name, value in options.items() if name not in LIMIT_OPTIONS}
 
 
 class ByteRate:
-    """Limit of bytes per second, shared by threads: gives each request a time to begin.
+    """Limit of bytes per second, shared by threads: gives each request a time to begin. Has the name of its option."""
 
-    Args:
-        name: Name of its storage option.
-        bytes_per_second: Limit.
-        clock: Monotonic clock, in seconds.
-        sleep: Waits, in seconds.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        bytes_per_second: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, name: str, bytes_per_second: float, *, clock: Clock = SYSTEM_CLOCK) -> None:
         """Begin with no byte sent."""
         self._name = name
         self._bytes_per_second = bytes_per_second
         self._clock = clock
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._free_seconds = -math.inf  # time at which the bytes claimed so far have had theirs
 
@@ -104,34 +77,29 @@ class ByteRate:
         return _rate_of, (self._name, self._bytes_per_second)
 
     def wait(self, size_bytes: int) -> None:
-        """Wait until a request of this size may begin.
-
-        Raises:
-            TransientStorageError: The deadline of the request comes first; nothing is claimed then.
-        """
+        """Wait until a request of this size may begin; transient error if its deadline comes first."""
         with self._lock:
-            now_seconds = self._clock()
+            now_seconds = self._clock.monotonic()
             begin_seconds = max(now_seconds, self._free_seconds)
             if begin_seconds - now_seconds > remaining_seconds():
-                raise TransientStorageError(_NO_TIME.format(self._name), bytes_per_second=self._bytes_per_second)
+                raise self._no_time()  # nothing is claimed
             self._free_seconds = begin_seconds + size_bytes / self._bytes_per_second
-        while (left_seconds := begin_seconds - self._clock()) > 0:
-            self._sleep(min(left_seconds, _CHECK_SECONDS))
+        while (left_seconds := begin_seconds - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left_seconds, _CHECK_SECONDS))
             if not remaining_seconds():
-                raise TransientStorageError(_NO_TIME.format(self._name), bytes_per_second=self._bytes_per_second)
+                raise self._no_time()
 
     def count(self, size_bytes: int) -> None:
         """Count bytes that have arrived, of a request whose size was not known; later requests wait for them."""
         with self._lock:
-            self._free_seconds = max(self._clock(), self._free_seconds) + size_bytes / self._bytes_per_second
+            self._free_seconds = max(self._clock.monotonic(), self._free_seconds) + size_bytes / self._bytes_per_second
+
+    def _no_time(self) -> TransientStorageError:
+        return TransientStorageError(_NO_TIME.format(self._name), bytes_per_second=self._bytes_per_second)
 
 
 class RequestSlots:
-    """Limit of the requests in flight, shared by threads.
-
-    Args:
-        count: Limit.
-    """
+    """Limit of the requests in flight, shared by threads."""
 
     def __init__(self, count: int) -> None:
         """Begin with no request in flight."""
@@ -144,11 +112,7 @@ class RequestSlots:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Hold a slot while a block runs; wait for a free one before.
-
-        Raises:
-            TransientStorageError: The deadline of the request passed before a slot was free.
-        """
+        """Hold a slot while a block runs; transient error if the deadline of the request passes before one is free."""
         if not self._slots.acquire(blocking=False):
             self._wait()
         try:
@@ -172,14 +136,7 @@ class RequestSlots:
 
 
 class LimitedStore(WrappedStore):
-    """Store that keeps to limits, as do its children.
-
-    Args:
-        store: Store to wrap.
-        upload: Limit of the bytes that are put; None for none.
-        download: Limit of the bytes that are read; None for none.
-        slots: Limit of the requests in flight; None for none. A listing counts while its first page is asked for.
-    """
+    """Store that keeps to limits, as do its children. A listing is in flight while its first page is asked for."""
 
     def __init__(
         self,

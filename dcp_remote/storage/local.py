@@ -18,6 +18,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.mounts import swap_refusal
@@ -45,7 +46,7 @@ from dcp_remote.storage.local_files import (
     translate_os_errors,
     version_of,
 )
-from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
+from dcp_remote.storage.url import ParsedUrl, check_list_prefix
 
 HIDDEN_FOLDER = ".dcp_remote"
 
@@ -66,6 +67,9 @@ class _Root:
         self.capabilities = Capabilities(compare_and_swap=swaps, shared=True, swap_refusal="" if swaps else refusal)
         self._swept = False
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(_Root, allow_network_replace=self.allow_network_replace), (self.path,)
 
     def temporary(self, buffers: Sequence[Buffer]) -> Temporary:
         """Write a temporary. The first call per store also removes the temporaries of writers that were killed."""
@@ -90,29 +94,27 @@ class LocalStore:
     Costs: a put writes and syncs the file, and syncs the folders from the root down to it; a swap and a delete also
     lock the file. Deletes are not synced, so a deleted object may reappear after a crash of the machine.
 
-    Args:
-        root: Path of the folder; made absolute now.
-        allow_network_replace: Trust flock(2) on a file system that is not known to be local. On NFS that needs
-            version 4 (or a lock daemon) and mounts without `local_lock` or `nolock`.
+    `allow_network_replace` trusts flock(2) on a file system that is not known to be local. On NFS that needs version 4
+    (or a lock daemon) and mounts without `local_lock` or `nolock`.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, allow_network_replace: bool = False) -> None:
         """Store the settings, and read the type of the file system; creates nothing."""
-        self._root = _Root(os.path.abspath(os.fspath(root)), allow_network_replace=allow_network_replace)
-        self._prefix = ""
+        self._place = ParsedUrl("file", "", os.path.abspath(os.fspath(root)).lstrip("/"))
+        self._root = _Root(self._place.path, allow_network_replace=allow_network_replace)
 
     def __repr__(self) -> str:
         """Return the class and the URL."""
         return f"LocalStore({self.url})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the root, the trust in its locks, and the prefix."""
-        return _reopen, (self._root.path, self._root.allow_network_replace, self._prefix)
+        """Pickle the root, the trust in its locks, and the folder of this store."""
+        return _reopen, (self._root, self._place)
 
     @property
     def url(self) -> str:
         """URL `file:///path`, percent-encoded."""
-        return ParsedUrl("file", "", self._folder.lstrip("/")).canonical
+        return self._place.canonical
 
     @property
     def capabilities(self) -> Capabilities:
@@ -121,9 +123,8 @@ class LocalStore:
 
     def child(self, prefix: str) -> LocalStore:
         """Implement `ObjectStore.child`. The child shares the root's hidden folder."""
-        child = LocalStore.__new__(LocalStore)
-        vars(child).update(vars(self), _prefix=self._full(prefix))
-        return child
+        self._path(prefix)  # refuses the hidden folder
+        return _reopen(self._root, self._place.child(prefix))
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`."""
@@ -171,15 +172,11 @@ class LocalStore:
                 url=self.url,
             )
         with self._translated("put", key), self._root.temporary(buffers) as temporary:
-            if condition == "absent":
-                if not self._link(temporary, path):
-                    raise ConditionFailedError("The object exists already.", key=key, url=self.url)
-            elif condition == "any":
-                self._put_any(temporary, path)
-            elif not self._swap(temporary, path, expected=condition):
-                raise ConditionFailedError(
-                    "The object has changed, or was deleted.", key=key, url=self.url, expected=condition
-                )
+            if not self._name(temporary, path, condition):
+                what = "The object exists already."
+                if condition != "absent":
+                    what = "The object has changed, or was deleted."
+                raise ConditionFailedError(what, key=key, url=self.url, expected=condition)
             # Unlocked before the folders are synced, so that the next writer of this object need not wait for the disk.
             temporary.close()
             sync_folders(os.path.dirname(path), down_from=self._root.path)
@@ -213,44 +210,33 @@ class LocalStore:
                 self._remove_empty_folders(os.path.dirname(path))
         return failed
 
-    def _swap(self, temporary: Temporary, path: str, *, expected: Version) -> bool:
-        try:
-            with locked(path, writable=self._root.is_network) as found:
-                if version_of(found) != expected:
-                    return False
-                temporary.rename_over(path, replaced=found)
-                return True
-        except FileNotFoundError:
-            temporary.check_not_lost()
-            return False
-
-    def _put_any(self, temporary: Temporary, path: str) -> None:
-        """Create or replace an object, also under its lock.
-
-        Without the lock, a swap could check the old version, and then replace the object that was put meanwhile.
-        """
-        for _ in range(_ATTEMPTS_MAX):
-            if self._link(temporary, path):
-                return
-            with contextlib.suppress(FileNotFoundError):
-                if not self.capabilities.compare_and_swap:
-                    temporary.rename_over(path, replaced=os.stat(path))
-                    return
-                with locked(path, writable=self._root.is_network) as found:
-                    temporary.rename_over(path, replaced=found)
-                    return
-            temporary.check_not_lost()
-        raise TimeoutError(errno.ETIMEDOUT, "the object was created and deleted by another process each time", path)
-
-    def _link(self, temporary: Temporary, path: str) -> bool:
-        """Name a temporary, and make the folders it needs; return False if the name is taken."""
+    def _name(self, temporary: Temporary, path: str, condition: Condition) -> bool:
+        """Give a temporary its name, if the object is in the state that `condition` names; return whether it was."""
         for _ in range(_ATTEMPTS_MAX):
             try:
-                return temporary.link(path)
+                if not isinstance(condition, Version):
+                    if temporary.link(path):
+                        return True
+                    if condition == "absent":
+                        return False
+                    if not self.capabilities.compare_and_swap:
+                        temporary.rename_over(path, replaced=os.stat(path))
+                        return True
+                # The lock is also for "any": without it, a swap could check the old version, and then replace the
+                # object that was put meanwhile.
+                with locked(path, writable=self._root.is_network) as found:
+                    if isinstance(condition, Version) and version_of(found) != condition:
+                        return False
+                    temporary.rename_over(path, replaced=found)
+                    return True
             except FileNotFoundError:
                 temporary.check_not_lost()
+                if isinstance(condition, Version):
+                    return False
                 make_folders(os.path.dirname(path))
-        raise TimeoutError(errno.ETIMEDOUT, "the folder was removed by another process each time", path)
+        raise TimeoutError(
+            errno.ETIMEDOUT, "the object, or its folder, was created and deleted by another process each time", path
+        )
 
     def _unlink(self, path: str) -> None:
         if not self.capabilities.compare_and_swap:
@@ -271,7 +257,7 @@ class LocalStore:
     def _list_folder(self, folder: str, *, prefix: str, after: str) -> Iterator[ObjectInfo]:
         """Yield the objects below `folder`, a key prefix that ends in a slash or is empty."""
         try:
-            with os.scandir(os.path.join(self._folder, folder)) as entries:
+            with os.scandir(os.path.join(self._place.path, folder)) as entries:
                 # The slash sorts a folder like the keys in it: `a.b` comes before `a/b`.
                 names = sorted(
                     f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
@@ -288,21 +274,14 @@ class LocalStore:
                     yield from self._list_folder(key, prefix=prefix, after=after)
             elif key.startswith(prefix) and key > after:
                 with contextlib.suppress(FileNotFoundError):  # deleted since
-                    if info := _info(key, os.lstat(os.path.join(self._folder, key))):
+                    if info := _info(key, os.lstat(os.path.join(self._place.path, key))):
                         yield info
 
-    @property
-    def _folder(self) -> str:
-        return os.path.join(self._root.path, self._prefix) if self._prefix else self._root.path
-
-    def _full(self, key: str) -> str:
-        check_key(key)
+    def _path(self, key: str) -> str:
+        full_key = self._place.key(key)
         if HIDDEN_FOLDER in key.split("/"):
             raise InvalidArgumentError(f"{HIDDEN_FOLDER} is the store's own folder.", key=key)
-        return f"{self._prefix}/{key}" if self._prefix else key
-
-    def _path(self, key: str) -> str:
-        return os.path.join(self._root.path, self._full(key))
+        return f"/{full_key}"
 
     def _open(self, key: str) -> tuple[int, os.stat_result]:
         # Non-blocking, since opening a pipe of that name would wait for a writer for ever.
@@ -336,6 +315,7 @@ def _is_shown(name: str) -> bool:
     return name != HIDDEN_FOLDER and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def _reopen(path: str, allow_network_replace: bool, prefix: str) -> LocalStore:  # noqa: FBT001  # pickle's arguments
-    store = LocalStore(path, allow_network_replace=allow_network_replace)
-    return store.child(prefix) if prefix else store
+def _reopen(root: _Root, place: ParsedUrl) -> LocalStore:
+    store = LocalStore.__new__(LocalStore)
+    store._root, store._place = root, place
+    return store

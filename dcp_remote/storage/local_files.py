@@ -32,8 +32,8 @@ _WRITEV_BUFFERS_MAX = os.sysconf("SC_IOV_MAX")
 # Wider than a tick of the kernel's file clock (1 to 10 ms), within which two files can get equal time stamps.
 _STAMP_SPREAD_NS = 10_000_000
 
-# Resolutions of time stamps, in nanoseconds: of ext4, NTFS, old NFS servers, HFS+ and FAT.
-_STAMP_STEPS_NS = (1, 100, 1_000_000, 1_000_000_000, 2_000_000_000)
+# Steps of time stamps, in nanoseconds: of local file systems, and of servers whose resolution is coarser.
+_STAMP_STEPS_NS = (1, 1_000_000_000)
 
 # A lock is held for the microseconds of a rename, so after this time its holder is a process that was stopped.
 _LOCK_WAIT_SECONDS_MAX = 30.0
@@ -61,14 +61,8 @@ class Temporary:
     random number of nanoseconds within a tick, so that create, delete, create in one tick on one inode repeat a version
     once in ten million times.
 
-    Until it is closed, its writer holds a lock on it, which tells `sweep_temporaries` that the writer is alive.
-
-    Args:
-        path: Temporary name.
-        buffers: Content.
-
-    Raises:
-        OSError: The kernel refused; nothing is left behind.
+    Until it is closed, its writer holds a lock on it, which tells `sweep_temporaries` that the writer is alive. If the
+    kernel refuses the file, nothing is left behind.
     """
 
     def __init__(self, path: str, buffers: Sequence[Buffer]) -> None:
@@ -103,10 +97,9 @@ class Temporary:
         return version_of(self._status)
 
     def link(self, path: str) -> bool:
-        """Name the file `path`; return False if that name is taken. Of many writers exactly one gets True.
+        """Name the file `path`, in a folder that exists; return False if that name is taken.
 
-        Raises:
-            FileNotFoundError: The folder of `path` does not exist.
+        Of many writers exactly one gets True.
         """
         try:
             os.link(self._path, path)
@@ -137,11 +130,7 @@ class Temporary:
         os.replace(self._path, path)
 
     def check_not_lost(self) -> None:
-        """Check that no other process has removed the file before it was named.
-
-        Raises:
-            OSError: The file was removed; ESTALE, so that the write is repeated from the start.
-        """
+        """Raise ESTALE, so that the write is repeated from the start, if another process has removed the file."""
         if os.fstat(self._descriptor).st_nlink == 0:
             raise OSError(errno.ESTALE, "the temporary file was removed")
 
@@ -191,17 +180,9 @@ def _write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
 def locked(path: str, *, writable: bool) -> Iterator[os.stat_result]:
     """Lock the file that is named `path`, so that no other thread or process replaces or removes it in the block.
 
-    Yields the status of the file. If the process is killed, the kernel releases the lock.
-
-    Args:
-        path: Name of the file.
-        writable: Open the file for writing, which locks on NFS need, and which other users' files on a local disk may
-            refuse.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        TimeoutError: For `_LOCK_WAIT_SECONDS_MAX`, longer than any running process holds a lock, or until the caller's
-            deadline, the lock was held, or the file was replaced each time.
+    Yields the status of the file. If the process is killed, the kernel releases the lock. `writable` opens the file for
+    writing, which locks on NFS need, and which other users' files on a local disk may refuse. A lock that is held, or a
+    file that is replaced each time, for `_LOCK_WAIT_SECONDS_MAX` or until the caller's deadline is a TimeoutError.
     """
     descriptor, status = _lock(path, writable=writable)
     try:
@@ -246,12 +227,10 @@ def _unlock(descriptor: int) -> None:
 
 
 def sweep_temporaries(folder: str, *, trust_locks: bool) -> None:
-    """Remove the temporaries of writers that died. Errors are ignored, since the next process tries again.
+    """Remove the temporaries of writers that died, all of which lie in `folder`; errors are left to the next process.
 
-    Args:
-        folder: Folder of the temporaries, which holds nothing else.
-        trust_locks: Remove every file that is not locked. False where locks may not be seen by all hosts: then files
-            that are a day old are removed.
+    With `trust_locks` every file that is not locked is removed. Where not all hosts may see locks, files that are a day
+    old are.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -279,11 +258,7 @@ def _remove_if_stale(path: str, *, trust_locks: bool) -> None:
 
 
 def require_folder(path: str, *, url: str) -> None:
-    """Refuse a root that is a file, or lies below one; a folder that does not exist yet is as good. A few stat(2).
-
-    Raises:
-        InvalidArgumentError: There is a file where the root, or a folder above it, must be.
-    """
+    """Refuse a root that is a file, or lies below one; a folder that does not exist yet is as good. A few stat(2)."""
     found = path
     while True:
         try:
@@ -310,12 +285,7 @@ _FOLDER_RACES_MAX = 100
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and its missing parents, each synced into its parent. Safe in a race with other processes.
-
-    Raises:
-        NotADirectoryError: A file has the name of one of the folders.
-        OSError: The file system does not allow folders there.
-    """
+    """Make a folder and its missing parents, each synced into its parent. Safe in a race with other processes."""
     for _ in range(_FOLDER_RACES_MAX):
         if os.path.isdir(path):
             return
@@ -388,22 +358,9 @@ _ERRORS: dict[int, tuple[type[DcpRemoteError], str]] = {
     errno.EOPNOTSUPP: (StorageError, "This file system cannot create an object exactly once: save elsewhere."),
     **dict.fromkeys(
         (
-            errno.EINTR,
-            errno.EAGAIN,
-            errno.EBUSY,
-            errno.ENOMEM,
-            errno.ENOBUFS,
-            errno.EMFILE,
-            errno.ENFILE,
-            errno.ENOLCK,
-            errno.ESTALE,
-            errno.ETIMEDOUT,
-            errno.ECONNRESET,
-            errno.ECONNREFUSED,
-            errno.EHOSTDOWN,
-            errno.EHOSTUNREACH,
-            errno.ENETDOWN,
-            errno.ENETUNREACH,
+            *(errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE),
+            *(errno.ENOLCK, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED),
+            *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
         ),
         (TransientStorageError, _BUSY),
     ),

@@ -17,27 +17,16 @@ from dcp_remote.storage.url import parse_url
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Store of a checkpoint or run, and the options to open another one like it.
-
-    Attributes:
-        store: Store that is opened at the checkpoint or run.
-        options: Storage options of the URL; None if the user passed a store.
-        checkpoint_id: URL or path as the user passed it; the URL of the store if the user passed a store.
-        process: ID of the process that created this location; pickling keeps it.
-    """
+    """Store of a checkpoint or run, and the options to open another one like it."""
 
     store: ObjectStore
-    options: Mapping[str, object] | None = field(repr=False)  # some are secrets
-    checkpoint_id: str | os.PathLike[str]
-    process: int = field(default_factory=os.getpid, repr=False)
+    options: Mapping[str, object] | None = field(repr=False)  # None if the user passed a store; some are secrets
+    checkpoint_id: str | os.PathLike[str]  # as the user passed it; the URL of the store if the user passed a store
+    process: int = field(default_factory=os.getpid, repr=False)  # that created this location; pickling keeps it
 
     @classmethod
     def of(cls, url: str | os.PathLike[str] | ObjectStore, options: Mapping[str, object] | None) -> Self:
-        """Make the location of a URL, or of a store.
-
-        Raises:
-            InvalidArgumentError: The URL or an option is invalid, or options were passed with a store.
-        """
+        """Make the location of a URL, or of a store."""
         if not isinstance(url, ObjectStore):
             return cls(open_store(url, options), dict(options or {}), url)
         if options:
@@ -49,9 +38,8 @@ class Location:
     def moved_to(self, checkpoint_id: str | os.PathLike[str]) -> Self:
         """Return the location of another URL, with the same options.
 
-        Raises:
-            InvalidArgumentError: `checkpoint_id` is a plain path, but this location is a URL, so that torch would make
-                a local folder; or this location was made of a store, so that no options are known.
+        Refused are a plain path where this location is a URL, since torch would make a local folder of it, and any
+        other URL where this location was made of a store, since no options are known.
         """
         parsed = parse_url(checkpoint_id)
         if parsed.canonical == self.store.url:
@@ -74,12 +62,7 @@ class Location:
 
 
 class SharedLocation:
-    """Last location of a reader or writer that any thread set, where new threads begin.
-
-    Args:
-        location: Location.
-        refusal: Error of the last `move_to`, if it failed; None otherwise.
-    """
+    """Last location of a reader or writer that any thread set, with the error of that `move_to`."""
 
     def __init__(self, location: Location, refusal: BaseException | None = None) -> None:
         """Store both."""
@@ -92,9 +75,6 @@ class ThreadLocation(threading.local):
     torch runs a save or load in one thread, but `async_save` may run several saves in several threads, which must not
     change one another's location. A new thread (`async_save` makes one for each save) and an unpickled copy begin at
     the last location that any thread set.
-
-    Args:
-        last: Last location, shared by all threads.
     """
 
     def __init__(self, last: SharedLocation) -> None:
@@ -141,13 +121,8 @@ def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
 def require_shared(location: Location, world_size: int) -> None:
     """Refuse a store that not all processes of the job can see.
 
-    Args:
-        location: Location of the store.
-        world_size: Number of ranks of the job.
-
-    Raises:
-        InvalidArgumentError: The store is visible to one process only, and there are several ranks; or this process is
-            a child of that one (as with `AsyncCheckpointerType.PROCESS`), and the objects would be lost with it.
+    A child of the process that opened the store (as with `AsyncCheckpointerType.PROCESS`) is refused too, since the
+    objects would be lost with it.
     """
     if location.store.capabilities.shared:
         return
@@ -166,11 +141,7 @@ def require_shared(location: Location, world_size: int) -> None:
 
 
 def require_budget(memory_budget_bytes: int) -> None:
-    """Check a memory budget.
-
-    Raises:
-        InvalidArgumentError: The budget is not an integer above zero.
-    """
+    """Refuse a memory budget that is not an integer above zero."""
     if type(memory_budget_bytes) is not int or memory_budget_bytes <= 0:
         raise InvalidArgumentError(
             "memory_budget_bytes must be an integer above zero, in bytes, such as 256 * 2**20.",
@@ -180,11 +151,7 @@ def require_budget(memory_budget_bytes: int) -> None:
 
 
 def require_timeout(timeout_seconds: object, *, name: str = "timeout_seconds") -> None:
-    """Check a timeout.
-
-    Raises:
-        InvalidArgumentError: The timeout is not a number above zero, or longer than a thread can wait (292 years).
-    """
+    """Refuse a timeout that is not a number above zero, or longer than a thread can wait (292 years)."""
     if not isinstance(timeout_seconds, int | float) or not 0 < timeout_seconds <= threading.TIMEOUT_MAX:
         raise InvalidArgumentError(
             f"{name} must be a number above zero, in seconds, and finite.",

@@ -23,10 +23,7 @@ from dcp_remote.storage.base import (
     make_oversize_error,
     make_short_error,
 )
-from dcp_remote.storage.url import check_key, check_list_prefix
-
-# Not valid in a URL, so the URL of an anonymous store cannot be opened as another one.
-_ANONYMOUS = "(anonymous)"
+from dcp_remote.storage.url import ParsedUrl, check_list_prefix
 
 _CAPABILITIES = Capabilities(compare_and_swap=True, shared=False)
 
@@ -41,28 +38,20 @@ class MemoryObject:
 
 
 class MemorySpace:
-    """Objects that all `MemoryStore`s of one name share, under a lock.
-
-    Attributes:
-        objects: Objects by full key; tests read them past the store.
-    """
+    """Objects by full key that all `MemoryStore`s of one name share, under a lock. Tests read them past the store."""
 
     def __init__(self) -> None:
         """Begin empty."""
         self.objects: dict[str, MemoryObject] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._writes = 0
 
     def put(self, key: str, data: bytes, *, condition: Condition, modified_seconds: float) -> Version:
-        """Write an object if the key is in the state that `condition` names; return its version, which is always new.
-
-        Raises:
-            ConditionFailedError: The key is in another state.
-        """
-        with self._lock:
+        """Write an object if the key is in the state that `condition` names; return its version, always a new one."""
+        with self.lock:
             found = self.objects.get(key)
-            met = condition == "any" or (found is None if condition == "absent" else _is_version(found, condition))
-            if not met:
+            state: Condition = found.version if found is not None else "absent"
+            if condition not in ("any", state):
                 raise ConditionFailedError(
                     "The object is not in the state that the condition of this write names.",
                     key=key,
@@ -70,23 +59,8 @@ class MemorySpace:
                 )
             self._writes += 1
             version = Version(etag=f'"{self._writes}"')
-            self.objects[key] = MemoryObject(data=data, version=version, modified_seconds=modified_seconds)
+            self.objects[key] = MemoryObject(data, version, modified_seconds)
             return version
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Remove those of `keys` that exist."""
-        with self._lock:
-            for key in keys:
-                self.objects.pop(key, None)
-
-    def snapshot(self) -> list[tuple[str, MemoryObject]]:
-        """Return all objects at one moment, ordered by key."""
-        with self._lock:
-            return sorted(self.objects.items(), key=lambda item: item[0])
-
-
-def _is_version(found: MemoryObject | None, version: Condition) -> bool:
-    return found is not None and found.version == version
 
 
 _spaces: dict[str, MemorySpace] = {}
@@ -105,7 +79,8 @@ class MemoryStore:
     def __init__(self, name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
         """Open the objects of that name, or an empty store."""
         self._name = name
-        self._prefix = ""
+        # The name of an anonymous store is not valid in a URL, so that the URL opens no other store.
+        self._place = ParsedUrl("memory", "(anonymous)" if name is None else name, "")
         self._clock = clock
         self.space = MemorySpace() if name is None else _space(name)
 
@@ -114,22 +89,17 @@ class MemoryStore:
         return f"MemoryStore({self.url})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the name and prefix only: in another process the copy has the objects of that name there.
-
-        Raises:
-            InvalidArgumentError: The store has no name.
-        """
+        """Pickle the name and prefix only: in another process the copy has the objects of that name there."""
         if self._name is None:
             raise InvalidArgumentError(
                 "A MemoryStore without a name cannot be pickled: create it with one, MemoryStore(name)."
             )
-        return _named_store, (self._name, self._prefix)
+        return _named_store, (self._name, self._place.prefix)
 
     @property
     def url(self) -> str:
         """URL `memory://name/prefix`."""
-        name = _ANONYMOUS if self._name is None else self._name
-        return f"memory://{name}/{self._prefix}" if self._prefix else f"memory://{name}"
+        return self._place.canonical
 
     @property
     def capabilities(self) -> Capabilities:
@@ -139,7 +109,7 @@ class MemoryStore:
     def child(self, prefix: str) -> MemoryStore:
         """Implement `ObjectStore.child`."""
         child = MemoryStore.__new__(MemoryStore)
-        vars(child).update(vars(self), _prefix=self._full(prefix))
+        vars(child).update(vars(self), _place=self._place.child(prefix))
         return child
 
     def head(self, key: str) -> ObjectInfo:
@@ -164,28 +134,29 @@ class MemoryStore:
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. The buffers are copied once."""
         data = b"".join(buffers)
-        return self.space.put(self._full(key), data, condition=condition, modified_seconds=self._clock())
+        return self.space.put(self._place.key(key), data, condition=condition, modified_seconds=self._clock())
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. Yields the objects that exist when the first one is requested."""
         check_list_prefix(prefix)
-        below = f"{self._prefix}/" if self._prefix else ""
-        for full_key, found in self.space.snapshot():
+        below = f"{self._place.prefix}/" if self._place.prefix else ""
+        with self.space.lock:
+            found = sorted(self.space.objects.items(), key=lambda item: item[0])
+        for full_key, item in found:
             key = full_key.removeprefix(below)
             if full_key.startswith(below + prefix) and key > after:
-                yield _info(key, found)
+                yield _info(key, item)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. Never fails."""
-        self.space.delete([self._full(key) for key in keys])
+        full_keys = [self._place.key(key) for key in keys]
+        with self.space.lock:
+            for full_key in full_keys:
+                self.space.objects.pop(full_key, None)
         return {}
 
-    def _full(self, key: str) -> str:
-        check_key(key)
-        return f"{self._prefix}/{key}" if self._prefix else key
-
     def _find(self, key: str) -> MemoryObject:
-        found = self.space.objects.get(self._full(key))
+        found = self.space.objects.get(self._place.key(key))
         if found is None:
             raise ObjectNotFoundError("There is no such object.", key=key, url=self.url)
         return found

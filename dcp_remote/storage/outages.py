@@ -30,25 +30,14 @@ INTERVAL_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Failing:
-    """Request that has failed, and is about to be repeated.
+    """Request that has failed, and is about to be repeated."""
 
-    Attributes:
-        began_seconds: Beginning of the failure, by the clock of the outage.
-        left_seconds: Returns the time until its deadline, in seconds.
-    """
-
-    began_seconds: float
-    left_seconds: Callable[[], float]
+    began_seconds: float  # beginning of the failure, by the clock of the outage
+    left_seconds: Callable[[], float]  # returns the time until its deadline
 
 
 class Outage:
-    """Requests of one store that are being repeated, by all threads of this process; writes the lines about them.
-
-    Args:
-        url: URL of the store, for the lines.
-        clock: Monotonic clock, in seconds.
-        is_speaker: Returns whether this process writes warnings; by default see `name_speaker`.
-    """
+    """Requests of one store that are being repeated, by all threads of this process; writes the lines about them."""
 
     def __init__(
         self, url: str, *, clock: Callable[[], float] = time.monotonic, is_speaker: Callable[[], bool] | None = None
@@ -73,12 +62,7 @@ class Outage:
     ) -> None:
         """Note that a request has failed and will be repeated; write a line if one is due.
 
-        Args:
-            number: Identity of the request, for `note_end`.
-            request: Request.
-            error: Error of its last attempt.
-            sent_seconds: Time at which its first attempt was sent, by `clock`.
-            left_seconds: Returns the time until its deadline, in seconds.
+        `number` identifies the request for `note_end`; `sent_seconds` is the time of its first attempt, by `clock`.
         """
         now_seconds = self.clock()
         with self._lock:
@@ -115,9 +99,7 @@ class Outage:
     def note_end(self, number: int, *, is_answered: bool) -> None:
         """Note that a request is not repeated any more; write a line if it was the last of a logged outage.
 
-        Args:
-            number: Identity of the request; nothing happens if it has not failed.
-            is_answered: True if the store answered; False if the request was given up, which its error says.
+        Without `is_answered` the request was given up, as its error says. A request that has not failed is ignored.
         """
         with self._lock:
             if self._failing.pop(number, None) is None or self._failing:

@@ -10,18 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 from dcp_remote.errors import StorageError
 
-
-def _no_limit() -> float:
-    return math.inf
-
-
 # A context variable: a thread that sends a request for another one runs in a copy of that thread's context.
-_seconds_left: ContextVar[Callable[[], float]] = ContextVar("dcp_remote_seconds_left", default=_no_limit)
+_seconds_left: ContextVar[Callable[[], float] | None] = ContextVar("dcp_remote_seconds_left", default=None)
 
 
 class _ThreadState(threading.local):
@@ -48,7 +43,8 @@ def limit_requests(left: Callable[[], float]) -> Iterator[None]:
 
 def remaining_seconds() -> float:
     """Return the time limit of this context's requests in seconds; infinite if there is none."""
-    return _seconds_left.get()()
+    seconds_left = _seconds_left.get()
+    return math.inf if seconds_left is None else seconds_left()
 
 
 def rounded_up(seconds: float) -> float:
@@ -77,11 +73,7 @@ class BufferLease:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Let this thread read into the buffers while a block runs.
-
-        Raises:
-            StorageError: The lease is closed.
-        """
+        """Let this thread read into the buffers while a block runs; refused once the lease is closed."""
         self._count(writing=1)
         _thread_state.lease = self
         try:
@@ -94,8 +86,7 @@ class BufferLease:
     def close(self) -> bool:
         """Close the lease, and wait until no thread writes into the buffers; none will from then on.
 
-        Returns:
-            True if threads are left that wait for a store.
+        Return True if threads are left that wait for a store.
         """
         with self._changed:
             self._closed = True
@@ -108,11 +99,7 @@ class BufferLease:
         return self._closed
 
     def require_open(self) -> None:
-        """Check that this thread may write.
-
-        Raises:
-            StorageError: The lease is closed.
-        """
+        """Raise `StorageError` if the lease is closed."""
         if self._closed:
             raise StorageError("The read was given up, and its buffers belong to the caller again.")
 
@@ -120,8 +107,7 @@ class BufferLease:
     def allow_close(self) -> Iterator[None]:
         """Let the lease be closed at once while a block runs, in which this thread writes nothing into the buffers.
 
-        Raises:
-            StorageError: After the block: the lease was closed meanwhile.
+        Raise after the block if the lease was closed meanwhile.
         """
         self._count(writing=-1, waiting=1)
         try:
@@ -141,14 +127,10 @@ class BufferLease:
 def writes_nothing() -> Iterator[None]:
     """Mark a wait of this thread in which it writes nothing into its buffer, so that a load need not wait for it.
 
-    Raises:
-        StorageError: After the block: the lease of the buffer was closed meanwhile.
+    Raise after the block if the lease of the buffer was closed meanwhile.
     """
     lease = _thread_state.lease
-    if lease is None:
-        yield
-        return
-    with lease.allow_close():
+    with lease.allow_close() if lease is not None else nullcontext():
         yield
 
 
@@ -158,10 +140,6 @@ def may_write() -> bool:
 
 
 def require_may_write() -> None:
-    """Check that this thread may still write into its buffer; called often while it writes.
-
-    Raises:
-        StorageError: The lease of the buffer was closed.
-    """
+    """Raise if the lease of this thread's buffer was closed; called often while it writes."""
     if _thread_state.lease is not None:
         _thread_state.lease.require_open()

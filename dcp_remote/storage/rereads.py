@@ -57,18 +57,7 @@ class RereadingStore(WrappedStore):
 def get_decoded(
     store: ObjectStore, key: str, decode: Callable[[bytes], _Decoded], *, limit_bytes: int
 ) -> tuple[Content, _Decoded]:
-    """Read a whole object and decode it; one GET, and one more if the first answer is damaged.
-
-    Args:
-        store: Store to ask.
-        key: Name of the object.
-        decode: Decoder, called with the bytes; raises CorruptCheckpointError if they are damaged.
-        limit_bytes: Size in bytes above which an object is refused.
-
-    Raises:
-        ObjectNotFoundError: There is no such object.
-        CorruptCheckpointError: The object is larger than `limit_bytes`, or both answers are damaged.
-    """
+    """Read a whole object and decode it; one GET, and one more if `decode` finds the first answer damaged."""
     content = store.get(key, limit_bytes=limit_bytes)
     try:
         return content, decode(content.data)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import (
     ConditionFailedError,
@@ -39,18 +38,6 @@ _ANSWERS = (ObjectNotFoundError, ConditionFailedError, PermissionDeniedError)
 _Answer = TypeVar("_Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """Settings that a `RetryingStore` and its children share."""
-
-    deadline: Deadline
-    policy: RetryPolicy
-    sleep: Callable[[float], None]
-    random: Callable[[], float]
-    on_retry: Callable[[Verb, str, StorageError], None] | None
-    outage: Outage
-
-
 class RetryingStore(WrappedStore):
     """Store that repeats requests that raised `TransientStorageError`, until one deadline.
 
@@ -63,15 +50,10 @@ class RetryingStore(WrappedStore):
     their seconds. While this process can open no file or connection, a request is repeated for five seconds only; then
     a `StorageError` names the limit.
 
-    Args:
-        store: Store to send requests to.
-        deadline: Time after which nothing is repeated. No pause reaches it, and requests to a cloud are limited to what
-            is left of it.
-        policy: Pauses between attempts; `RetryPolicy()` if None.
-        sleep: Waits, in seconds.
-        random: Returns random numbers in [0, 1).
-        on_retry: Called before each pause with verb, key and error, from the thread that pauses. For reports.
-        outage: Outage that warns; None for the one that all stores of the URL share.
+    After the deadline nothing is repeated; no pause reaches it, and requests to a cloud are limited to what is left of
+    it. Pauses are by its clock, unless `sleep` and `random` (from [0, 1)) are given. `on_retry` is called before each
+    pause with verb, key and error, from the thread that pauses. `outage` warns; None is the one that all stores of the
+    URL share.
     """
 
     def __init__(
@@ -80,26 +62,30 @@ class RetryingStore(WrappedStore):
         deadline: Deadline,
         policy: RetryPolicy | None = None,
         *,
-        sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = lambda: jitter(0, 1),
+        sleep: Callable[[float], None] | None = None,
+        random: Callable[[], float] | None = None,
         on_retry: Callable[[Verb, str, StorageError], None] | None = None,
         outage: Outage | None = None,
     ) -> None:
         """Store the settings; no request is sent."""
         super().__init__(store)
-        policy = RetryPolicy() if policy is None else policy
-        self._terms = _Terms(deadline, policy, sleep, random, on_retry, outage or outage_of(store.url))
+        self._deadline = deadline
+        self._policy = policy or RetryPolicy()
+        self._sleep = sleep or deadline.clock.sleep
+        self._random = random or partial(deadline.clock.uniform, 0.0, 1.0)
+        self._on_retry = on_retry
+        self._outage = outage or outage_of(store.url)
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. Repeated only if `condition` is "any"."""
         if condition != "any":
-            with limit_requests(self._terms.deadline.remaining_seconds):
+            with limit_requests(self._deadline.remaining_seconds):
                 return self._store.put(key, buffers, condition=condition)
         return super().put(key, buffers)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. After a failure it resumes after the last key; no object is yielded twice."""
-        with _Attempts(self._terms, self._named("list", prefix)) as attempts:
+        with _Attempts(self, self._named("list", prefix)) as attempts:
             while True:
                 try:
                     infos = iter(self._store.list(prefix, after=after))
@@ -114,10 +100,10 @@ class RetryingStore(WrappedStore):
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. Keys that still fail at the deadline are returned with their errors."""
         failed: dict[str, StorageError] = {}
-        with _Attempts(self._terms, self._named("delete", *keys)) as attempts:
+        with _Attempts(self, self._named("delete", *keys)) as attempts:
             while True:
                 try:
-                    with limit_requests(self._terms.deadline.remaining_seconds):
+                    with limit_requests(self._deadline.remaining_seconds):
                         answer = self._store.delete(keys)
                 except TransientStorageError as error:
                     answer = dict.fromkeys(keys, error)
@@ -133,10 +119,10 @@ class RetryingStore(WrappedStore):
 
     def repeat(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         """Call `send`, which sends a request to the wrapped store, until it raises no `TransientStorageError`."""
-        with _Attempts(self._terms, request) as attempts:
+        with _Attempts(self, request) as attempts:
             while True:
                 try:
-                    with limit_requests(self._terms.deadline.remaining_seconds):
+                    with limit_requests(self._deadline.remaining_seconds):
                         return send()
                 except TransientStorageError as error:
                     attempts.pause_or_raise(error)
@@ -144,21 +130,21 @@ class RetryingStore(WrappedStore):
     _request = repeat
 
     def _next(self, infos: Iterator[ObjectInfo]) -> ObjectInfo | None:
-        with limit_requests(self._terms.deadline.remaining_seconds):
+        with limit_requests(self._deadline.remaining_seconds):
             return next(infos, None)
 
 
 class _Attempts:
     """Attempts of one request, and the pauses between them; a context manager that tells the outage of the end."""
 
-    def __init__(self, terms: _Terms, request: Request) -> None:
-        self._terms = terms
+    def __init__(self, store: RetryingStore, request: Request) -> None:
+        self._store, self._deadline, self._outage = store, store._deadline, store._outage
         self._request = request
         self._failed = 0
         self._shortage: str | None = None
         self._short_seconds = 0.0
-        self._begin_seconds = terms.deadline.elapsed_seconds()
-        self._sent_seconds = terms.outage.clock()
+        self._begin_seconds = self._deadline.elapsed_seconds()
+        self._sent_seconds = self._outage.clock()
 
     def __enter__(self) -> Self:
         return self
@@ -167,33 +153,35 @@ class _Attempts:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._failed:
-            self._terms.outage.note_end(id(self), is_answered=kind is None or issubclass(kind, _ANSWERS))
+            self._outage.note_end(id(self), is_answered=kind is None or issubclass(kind, _ANSWERS))
 
     def begin_again(self) -> None:
         """Restart the count of failures, after progress."""
         if self._failed:
             self._failed = 0
-            self._terms.outage.note_end(id(self), is_answered=True)
-        self._sent_seconds = self._terms.outage.clock()
+            self._outage.note_end(id(self), is_answered=True)
+        self._sent_seconds = self._outage.clock()
 
     def pause_or_raise(self, error: TransientStorageError) -> None:
         """Count a failure and pause; or raise the last error, if the deadline allows no further attempt."""
-        terms, request = self._terms, self._request
+        store, request = self._store, self._request
         self._failed += 1
-        left_seconds = terms.deadline.remaining_seconds()
+        left_seconds = self._deadline.remaining_seconds()
         was_short, self._shortage = self._shortage is not None, find_shortage()
         if self._shortage is not None:
-            now_seconds = terms.deadline.elapsed_seconds()
+            now_seconds = self._deadline.elapsed_seconds()
             self._short_seconds = self._short_seconds if was_short else now_seconds
             left_seconds = min(left_seconds, self._short_seconds + SHORTAGE_SECONDS - now_seconds)
-        delay_seconds = terms.policy.delay_seconds(self._failed, remaining_seconds=left_seconds, random=terms.random())
+        delay_seconds = store._policy.delay_seconds(
+            self._failed, remaining_seconds=left_seconds, random=store._random()
+        )
         if delay_seconds is not None:
             self._note_failure(error)
-            if terms.on_retry is not None:
-                terms.on_retry(request.verb, request.key, error)
-            terms.sleep(delay_seconds)
-        if delay_seconds is None or terms.deadline.expired():  # e.g. cancelled during the pause
-            terms.outage.note_end(id(self), is_answered=False)
+            if store._on_retry is not None:
+                store._on_retry(request.verb, request.key, error)
+            store._sleep(delay_seconds)
+        if delay_seconds is None or self._deadline.expired():  # e.g. cancelled during the pause
+            self._outage.note_end(id(self), is_answered=False)
             raise self.last_error(error)
 
     def _note_failure(self, error: TransientStorageError) -> None:
@@ -201,8 +189,8 @@ class _Attempts:
         logger.debug("The store failed; trying again. verb=%s key=%s cause=%s", verb, key, error)
         if self._shortage is not None:
             return  # no outage of the store
-        left_seconds = self._terms.deadline.remaining_seconds
-        self._terms.outage.note_failure(
+        left_seconds = self._deadline.remaining_seconds
+        self._outage.note_failure(
             id(self), self._request, error, sent_seconds=self._sent_seconds, left_seconds=left_seconds
         )
 
@@ -212,7 +200,7 @@ class _Attempts:
         Verb and key that the store itself reported are kept, since they belong to the URL that it reported, which may
         be a child's; `details` override them.
         """
-        seconds = round(self._terms.deadline.elapsed_seconds() - self._begin_seconds, 3)
+        seconds = round(self._deadline.elapsed_seconds() - self._begin_seconds, 3)
         request_details = {"verb": self._request.verb, "key": self._request.key} | error.details | details
         kind, what = (type(error), error.what) if self._shortage is None else (StorageError, self._shortage)
         last = kind(what, **request_details | {"attempts": self._failed, "seconds": seconds})

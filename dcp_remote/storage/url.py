@@ -9,16 +9,23 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeAlias, cast
+from typing import Literal, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
 from dcp_remote.errors import InvalidArgumentError
 
 Scheme: TypeAlias = Literal["s3", "gs", "az", "file", "memory"]
 
-SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
+_EXAMPLES: dict[Scheme, str] = {
+    "s3": "s3://bucket/prefix",
+    "gs": "gs://bucket/prefix",
+    "az": "az://container/prefix",
+    "file": "file:///path",
+    "memory": "memory://name/prefix",
+}
+SCHEMES: tuple[Scheme, ...] = tuple(_EXAMPLES)
 
-_KNOWN = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, memory://name/prefix, or a path"
+_KNOWN = f"{', '.join(_EXAMPLES.values())}, or a path"
 
 _FILE_SYSTEMS = "A file system of fsspec is opened by `dcp_remote.storage.open_fsspec_store(filesystem, path)`."
 
@@ -35,21 +42,22 @@ _ALIASES: dict[str, Scheme] = {
     "local": "file",
     "mem": "memory",
 }
+_WEB = ("http", "https")
+_MEANT: dict[str, Scheme] = {scheme: scheme for scheme in SCHEMES} | _ALIASES
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
-# `s3:/bucket`, `s3:bucket`, `s3//bucket`: misspelled URLs, which are hardly ever meant as paths.
-_NEAR_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)(?P<mark>:/|:|//)(?!/)(?P<rest>.*)", re.DOTALL)
 
-# `/cwd/s3:/bucket/x`, `runs/s3://bucket/x`: a URL that was made a path, as `os.path.abspath` and `os.path.join` do.
-# `./s3:/x` and file URLs name such folders.
-_URL_IN_PATH = re.compile(r"(?!\./[^/]+:).*?/(?P<url>(?P<scheme>[A-Za-z][A-Za-z0-9]*):/+(?P<rest>[^/].*))", re.DOTALL)
-_WEB = ("http", "https")
+# Misspelled URLs, which are hardly ever meant as paths. First those that pathlib, `os.path.abspath` and `os.path.join`
+# make of one, or that have a user before them: `s3:/bucket`, `/cwd/s3:/bucket`, `runs/s3://bucket`, `me:pw@s3://bucket`.
+# Then `s3:bucket` and `s3//bucket`. `./s3:/x` and file URLs name folders like that.
+_NAMES = "|".join((*_MEANT, *_WEB))
+_MISSPELLED = (
+    re.compile(rf"(?!\./[^/]+:)(?:.*?[/@\s])?(?P<scheme>{_NAMES}):/+(?P<rest>[^/].*)", re.DOTALL | re.IGNORECASE),
+    re.compile(rf"(?P<scheme>{'|'.join(_MEANT)})(?::|//)(?P<rest>[^/].*)", re.DOTALL | re.IGNORECASE),
+)
 
-# `user:password@s3://bucket`, which would otherwise become a local path.
-_USER_BEFORE_URL = re.compile(r".*@(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)", re.DOTALL)
-
-# `simplecache::s3://bucket/prefix`: a chain of fsspec, which would otherwise become a local path.
-_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::(?=.*://)", re.DOTALL)
+# A path that `pathlib` makes of a URL of another kind: `hdfs:/host`.
+_OTHER_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/.*", re.DOTALL)
 
 # Permissive, since each store checks its own rules. `$` is for Azure's $root; `:`, `@` and `%` would be user info or an
 # escape.
@@ -57,7 +65,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]*")
 
 # Objects of a checkpoint or run, whose keys `format/keys.py` makes; a URL pasted from a listing may end in one.
 _OWN_OBJECT = re.compile(
-    r"(?P<above>.*?)/(?P<key>catalog\.json|manifest\.json|manifests/step-(?P<step>\d{12,})-\d+-[0-9a-f]{16}\.json"
+    r"(?P<above>.*?)/(catalog\.json|manifest\.json|manifests/step-\d{12,}-\d+-[0-9a-f]{16}\.json"
     r"|shards/[0-9a-f]{2}/[^/]+\.safetensors)",
     re.DOTALL,
 )
@@ -70,18 +78,11 @@ _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})|%2[Ff]|%00")
 
 @dataclass(frozen=True, slots=True)
 class ParsedUrl:
-    """URL or path of a store, in parts.
-
-    Attributes:
-        scheme: Kind of store.
-        bucket: Bucket, container or name of a memory store; empty for files.
-        prefix: Prefix of all keys, without slashes at its ends; for files the absolute path without its first slash.
-            May be empty.
-    """
+    """URL or path of a store, in parts."""
 
     scheme: Scheme
-    bucket: str
-    prefix: str
+    bucket: str  # bucket, container or name of a memory store; empty for files
+    prefix: str  # prefix of all keys, without slashes at its ends, or empty; for files the path without its first slash
 
     @property
     def canonical(self) -> str:
@@ -96,23 +97,18 @@ class ParsedUrl:
         assert self.scheme == "file"
         return f"/{self.prefix}"
 
-    def child(self, key: str) -> ParsedUrl:
-        """Return the URL of `key` below this one.
-
-        Raises:
-            InvalidArgumentError: `key` is not a valid key; see `check_key`.
-        """
+    def key(self, key: str) -> str:
+        """Return a key below this URL as the bucket, or the file system, names it. Checks the key."""
         check_key(key)
-        return ParsedUrl(self.scheme, self.bucket, f"{self.prefix}/{key}" if self.prefix else key)
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def child(self, key: str) -> ParsedUrl:
+        """Return the URL of `key` below this one. Checks the key."""
+        return ParsedUrl(self.scheme, self.bucket, self.key(key))
 
 
 def check_key(key: str) -> None:
-    """Check the key of an object, or the prefix of a child store.
-
-    Raises:
-        InvalidArgumentError: The key is empty, absolute or ends in a slash, or has empty, `.` or `..` parts, a
-            backslash or a control character.
-    """
+    """Refuse the key of an object, or the prefix of a child store, with `InvalidArgumentError` if no store takes it."""
     if _BAD_PART.search(key) or _BAD_CHARACTER.search(key):
         raise InvalidArgumentError(
             "Invalid key: it must be relative, with single slashes between parts other than `.` and `..`, and without "
@@ -122,11 +118,7 @@ def check_key(key: str) -> None:
 
 
 def check_list_prefix(prefix: str) -> None:
-    """Check a prefix for `list`: any beginning of a key, which may end within a part.
-
-    Raises:
-        InvalidArgumentError: No valid key begins with this prefix.
-    """
+    """Refuse a prefix for `list` with which no valid key begins; a valid one may end within a part."""
     folder, slash, name = prefix.rpartition("/")
     if slash:
         check_key(folder)
@@ -148,19 +140,15 @@ def is_remote(url: object) -> bool:
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else None
     if not isinstance(text, str):
         return False
-    match = _URL.fullmatch(text.strip()) or _NEAR_URL.fullmatch(text) or _URL_IN_PATH.fullmatch(text)
-    scheme = match["scheme"].lower() if match is not None else "file"
-    return scheme in (*SCHEMES, *_ALIASES) and _ALIASES.get(scheme, scheme) != "file"
+    match = _URL.fullmatch(text.strip()) or _match_misspelled(text)
+    return match is not None and _MEANT.get(match["scheme"].lower(), "file") != "file"
 
 
 def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
-    """Parse the URL or path of a checkpoint or run.
+    """Parse the URL or path of a checkpoint or run; an `InvalidArgumentError` says what to write instead.
 
     `s3://`, `gs://`, `az://` and `memory://` URLs are taken literally (not percent-decoded, as in all tools for them);
     `file:///` URLs are percent-decoded (RFC 8089); everything else is a path, which is made absolute now.
-
-    Raises:
-        InvalidArgumentError: The URL is invalid; the message says what to write instead.
     """
     given: object = url  # users may pass any type
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
@@ -169,149 +157,106 @@ def parse_url(url: str | os.PathLike[str]) -> ParsedUrl:
     if not text.strip():
         raise InvalidArgumentError(f"The URL is empty. Write {_KNOWN}.")
     if match := _URL.fullmatch(text):
-        return _require_no_object(_parse_with_scheme(text, scheme=match["scheme"].lower(), rest=match["rest"]))
-    if match := _CHAIN.match(text):
-        raise InvalidArgumentError(f"Chains of fsspec are not supported. {_FILE_SYSTEMS}", url=f"{match[0]}…")
-    if match := _USER_BEFORE_URL.fullmatch(text):
-        _refuse(
-            "No user or password before the URL: pass credentials in storage_options or the environment.", match["url"]
+        parsed = _parse_with_scheme(text, scheme=match["scheme"].lower(), rest=match["rest"])
+    elif match := _match_misspelled(text):
+        _refuse_misspelled(match["scheme"].lower(), match["rest"])
+    elif "://" in text or _OTHER_URL.fullmatch(text):  # not shown: it may hold a secret
+        raise InvalidArgumentError(f"This is no URL that can be opened. Write {_KNOWN}. {_FILE_SYSTEMS}")
+    else:
+        parsed = _parse_path(text)
+    if match := _OWN_OBJECT.fullmatch(f"/{parsed.prefix}"):
+        above = ParsedUrl(parsed.scheme, parsed.bucket, match["above"].lstrip("/"))
+        raise InvalidArgumentError(
+            f"The URL names an object of a checkpoint or run. Pass the URL above it, {above.canonical}.",
+            url=parsed.canonical,
         )
-    if _URL.match(text.strip()):
-        _refuse("The URL has spaces before it.", text.strip())
-    if match := _NEAR_URL.fullmatch(text):
-        _refuse_near_miss(text, scheme=match["scheme"].lower(), mark=match["mark"], rest=match["rest"])
-    if match := _URL_IN_PATH.fullmatch(text):
-        _refuse_url_in_path(match["url"], scheme=match["scheme"].lower(), rest=match["rest"])
-    return _require_no_object(_parse_path(text))
+    return parsed
 
 
-def _require_no_object(parsed: ParsedUrl) -> ParsedUrl:
-    """Refuse the URL of an object of a checkpoint or run; return any other."""
-    match = _OWN_OBJECT.fullmatch(f"/{parsed.prefix}")
-    if match is None:
-        return parsed
-    above = ParsedUrl(parsed.scheme, parsed.bucket, match["above"].lstrip("/"))
-    what = f"The URL names {match['key']}, an object of a checkpoint or run. Pass the URL above it, {above.canonical}"
-    if match["step"]:
-        what += f", and step={int(match['step'])} to read that checkpoint"
-    raise InvalidArgumentError(f"{what}.", url=parsed.canonical)
+def _match_misspelled(text: str) -> re.Match[str] | None:
+    return _MISSPELLED[0].fullmatch(text) or _MISSPELLED[1].fullmatch(text)
 
 
 def _parse_with_scheme(text: str, *, scheme: str, rest: str) -> ParsedUrl:
     if scheme not in SCHEMES:
         _refuse_scheme(text, scheme=scheme, rest=rest)
-    if "?" in rest or "#" in rest:
-        _refuse(
-            "The URL must have no query and no fragment: pass settings in storage_options"
-            + (", and write a `?` or `#` in the name of a file as %3F or %23." if scheme == "file" else "."),
-            text,
-        )
+    example = _EXAMPLES[scheme]
     bare = rest.removesuffix("/")  # without the optional last slash, the URL must not end in a space either
-    if rest != rest.strip() or bare != bare.rstrip() or _BAD_CHARACTER.search(rest):
-        _refuse("The URL ends in a space, or contains a control character or a backslash.", text)
-    if scheme == "file":
-        return _parse_file(text, rest)
-    bucket, _, prefix = rest.partition("/")
-    if "@" in bucket or ":" in bucket:
+    if re.search("[?#]", rest) or rest != rest.strip() or bare != bare.rstrip() or _BAD_CHARACTER.search(rest):
         _refuse(
-            "No user, password, account or port in the URL: pass credentials, `endpoint_url` and `account_name` in "
-            f"storage_options or the environment. Write {scheme}://bucket/prefix.",
+            "The URL has a query, a fragment, a space at its end, a control character or a backslash: pass settings in "
+            "storage_options, and write a `?` or `#` in the name of a file as %3F or %23.",
             text,
         )
-    if not bucket:
-        _refuse(f"The URL names no {_bucket_word(scheme)}. Write {_example(scheme)}.", text)
-    if not _BUCKET.fullmatch(bucket):
-        _refuse(f"This cannot be the name of a {_bucket_word(scheme)}. Write {_example(scheme)}.", text)
-    prefix = prefix.removesuffix("/")
-    if prefix and _BAD_PART.search(prefix):
-        _refuse("The URL has an empty, `.` or `..` part: write the prefix with single slashes and no dots.", text)
-    return ParsedUrl(cast("Scheme", scheme), bucket, prefix)
-
-
-def _parse_file(text: str, rest: str) -> ParsedUrl:
-    if not rest.startswith("/"):
+    bucket, _, prefix = bare.partition("/")
+    if scheme == "file" and (bucket or not rest):
         _refuse("A file URL names no host: write file:///absolute/path, or the plain path.", text)
-    if match := _BAD_ESCAPE.search(rest):
-        _refuse(f"{match[0]!r} is not an escape that a path can hold: write the plain path, or %25 for `%`.", text)
-    prefix = rest[1:].removesuffix("/")
-    if prefix and _BAD_PART.search(prefix):
-        _refuse("The URL has an empty, `.` or `..` part: write the path with single slashes and no dots.", text)
+    if scheme != "file" and not _BUCKET.fullmatch(bucket):
+        _refuse(
+            f"The URL must begin with the name of a bucket, container or store: write {example}, and pass credentials, "
+            "`endpoint_url` and `account_name` in storage_options or the environment.",
+            text,
+        )
+    if rest.endswith("//") or (prefix and _BAD_PART.search(prefix)):
+        _refuse("The URL has an empty, `.` or `..` part: write it with single slashes and no dots.", text)
+    if scheme != "file":
+        return ParsedUrl(scheme, bucket, prefix)
     try:
+        if _BAD_ESCAPE.search(prefix):
+            raise ValueError
         return ParsedUrl("file", "", unquote(prefix, errors="strict"))
-    except UnicodeDecodeError:
-        _refuse("The escapes in the URL are not UTF-8.", text)
+    except ValueError:
+        _refuse("An escape in the URL is none of a path in UTF-8: write the plain path, or %25 for `%`.", text)
 
 
 def _parse_path(path: str) -> ParsedUrl:
     if "\x00" in path or re.search("[\ud800-\udfff]", path):
         raise InvalidArgumentError("The path contains a NUL, or is not valid Unicode.", path=ascii(path))
-    if path == "~" or path.startswith("~/"):
-        # A folder named `~` would be a mistake, and deleting it (`rm -r ~`) a worse one.
-        raise InvalidArgumentError("`~` is not expanded: pass os.path.expanduser(path).", path=path)
-    if re.match(r"\$(?:[A-Za-z_]\w*|\{\w+\})(?:/|$)", path):
-        # Configuration files do not expand variables: the job would save into a folder named `$SCRATCH`.
-        raise InvalidArgumentError("Variables are not expanded: pass os.path.expandvars(path).", path=path)
+    if re.match(r"(?:~|\$(?:[A-Za-z_]\w*|\{\w+\}))(?:/|$)", path):
+        # A job would save into a folder named `~`, and `rm -r ~` deletes another one; or into one named `$SCRATCH`.
+        raise InvalidArgumentError(
+            "`~` and variables are not expanded: pass os.path.expanduser(path) or os.path.expandvars(path).", path=path
+        )
     # Not `Path.resolve`, which follows symbolic links and would show the user another path.
-    absolute = os.path.abspath(path)
-    return ParsedUrl("file", "", absolute.lstrip("/"))
+    return ParsedUrl("file", "", os.path.abspath(path).lstrip("/"))
 
 
 def _refuse_scheme(text: str, *, scheme: str, rest: str) -> NoReturn:
-    if alias := _ALIASES.get(scheme):
-        hint = f"Write {_shown(f'{alias}://{rest}')}." if alias != "az" else f"Write {_example('az')}."
-    elif scheme in ("http", "https"):
+    if scheme in _WEB:
         hint = f"Name the bucket, and pass the server as storage_options['endpoint_url']. Write {_KNOWN}."
-    else:
+    elif scheme not in _ALIASES:
         hint = f"Write {_KNOWN}. {_FILE_SYSTEMS}"
+    else:
+        hint = f"Write {_respelled(scheme, rest)}."
     _refuse(f"Unknown scheme {scheme!r}. {hint}", text)
 
 
-def _refuse_near_miss(text: str, *, scheme: str, mark: str, rest: str) -> None:
-    known = scheme in SCHEMES or scheme in _ALIASES
-    if mark != ":/" and not known:
-        return  # `run:7/checkpoints` and `out//x` are valid paths
-    if not known:
-        _refuse(f"Unknown scheme {scheme!r}. Write {_KNOWN}, with ./ before a path that looks like a URL.", text)
-    meant = _ALIASES.get(scheme, scheme)
-    hint = f"The URL is misspelled: write {_shown(f'{meant}:///{rest}' if meant == 'file' else f'{meant}://{rest}')}."
-    if mark == ":/":
-        _refuse(f"{hint} pathlib.Path turns `//` into `/`: pass the URL as a str.", text)
-    _refuse(f"{hint} If it is a path, write ./ before it.", text)
-
-
-def _refuse_url_in_path(url: str, *, scheme: str, rest: str) -> None:
+def _refuse_misspelled(scheme: str, rest: str) -> NoReturn:
     if scheme in _WEB:
         _refuse_scheme(f"{scheme}://{rest}", scheme=scheme, rest=rest)
-    if scheme not in (*SCHEMES, *_ALIASES):
-        return
-    meant = _ALIASES.get(scheme, scheme)
-    _refuse(
-        f"The path holds a URL, as os.path.abspath and os.path.join make of one: write "
-        f"{_shown(f'{meant}:///{rest}' if meant == 'file' else f'{meant}://{rest}')}, and pass it as a str unchanged "
-        "(dcp_remote.is_remote tells URLs from paths). If the folder is meant, write it as a file:/// URL.",
-        url,
+    raise InvalidArgumentError(
+        f"The URL is misspelled: write {_respelled(scheme, rest)} as a str, since pathlib.Path and os.path change "
+        "URLs, and pass credentials in storage_options or the environment. If the folder is meant, write ./ before it, "
+        "or a file:/// URL."
     )
 
 
-def _bucket_word(scheme: str) -> str:
-    return {"az": "container", "memory": "store"}.get(scheme, "bucket")
-
-
-def _example(scheme: str) -> str:
-    return next(example for example in _KNOWN.split(", ") if example.startswith(scheme))
+def _respelled(scheme: str, rest: str) -> str:
+    """Return the URL that was meant by a text with this scheme."""
+    meant = _MEANT[scheme]
+    if meant == "az" and meant != scheme:  # `abfs://container@account.dfs.core.windows.net/x`
+        return _EXAMPLES["az"]
+    return _shown(f"{meant}:///{rest}" if meant == "file" else f"{meant}://{rest}")
 
 
 def _refuse(what: str, text: str) -> NoReturn:
     raise InvalidArgumentError(what, url=_shown(text))
 
 
-def _shown(text: str) -> str:
+def _shown(url: str) -> str:
     """Return a malformed URL without any part that could be a secret (a secret key may contain slashes)."""
-    match = _URL.fullmatch(text) or _NEAR_URL.fullmatch(text)
-    if match is None:
-        return text
-    head, rest = text[: match.start("rest")], match["rest"]
+    head, mark, rest = url.partition("://")
     if "@" in rest or ":" in rest.partition("/")[0]:
-        return f"{head}…"
+        return f"{head}{mark}…"
     visible = re.split(r"[?#]", rest, maxsplit=1)[0]
-    return f"{head}{visible}" if visible == rest else f"{head}{visible}?…"
+    return f"{head}{mark}{visible}" if visible == rest else f"{head}{mark}{visible}?…"

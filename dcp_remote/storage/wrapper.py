@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias, TypeVar
@@ -18,23 +19,28 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request that is about to be sent.
-
-    Attributes:
-        verb: Method of the store that is called.
-        keys: Key; for `list` the prefix, for `delete` all keys. Relative to the topmost wrapper, also in requests of
-            its children.
-        size_bytes: Bytes to send or to read; 0 where only the answer shows the size.
-    """
+    """Request that is about to be sent. Keys are relative to the topmost wrapper, also in requests of its children."""
 
     verb: Verb
-    keys: tuple[str, ...]
-    size_bytes: int = 0
+    keys: tuple[str, ...]  # key; for `list` the prefix, for `delete` all keys
+    size_bytes: int = 0  # to send or to read; 0 where only the answer shows the size
 
     @property
     def key(self) -> str:
         """First key; empty if there is none."""
         return self.keys[0] if self.keys else ""
+
+
+class SharedState:
+    """Lock and state that a wrapper store shares with its children; a pickled copy begins anew."""
+
+    def __init__(self) -> None:
+        """Make the lock."""
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle no state."""
+        return type(self), ()
 
 
 class WrappedStore:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import http.client
 import os
-import selectors
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -134,17 +132,14 @@ def moto_server(*, log_path: Path | None = None) -> Iterator[S3Server]:
     # The user's AWS configuration must not affect this server.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     log = log_path.open("ab") if log_path is not None else None
-    try:
+    with log or nullcontext():
         process = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log if log is not None else subprocess.DEVNULL,
+            stderr=log or subprocess.DEVNULL,
             env=environment,
         )
-    finally:
-        if log is not None:
-            log.close()
     try:
         port = _read_port(process, log_path=log_path)
         yield S3Server(endpoint_url=f"http://127.0.0.1:{port}", pid=process.pid)
@@ -155,21 +150,18 @@ def moto_server(*, log_path: Path | None = None) -> Iterator[S3Server]:
 def _read_port(process: subprocess.Popen[bytes], *, log_path: Path | None) -> int:
     """Read the port, which the child prints once it listens; connections are accepted from then on."""
     assert process.stdout is not None
-    deadline = time.monotonic() + START_SECONDS_MAX
-    line = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            ready = selector.select(timeout=max(0.0, deadline - time.monotonic()))
-            # Unbuffered, because the selector does not see data in a Python buffer.
-            got = os.read(process.stdout.fileno(), 100) if ready else b""
-            if not got:
-                raise InvalidArgumentError(
-                    "moto's server did not start. Install `moto[server,s3]`, or see the log.",
-                    exit_status=process.poll(),
-                    log=log_path.read_text(errors="replace")[-2000:] if log_path is not None else None,
-                )
-            line += got
+    give_up = threading.Timer(START_SECONDS_MAX, process.kill)
+    give_up.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        give_up.cancel()
+    if not line.endswith(b"\n"):
+        raise InvalidArgumentError(
+            "moto's server did not start. Install `moto[server,s3]`, or see the log.",
+            exit_status=process.poll(),
+            log=log_path.read_text(errors="replace")[-2000:] if log_path is not None else None,
+        )
     return int(line)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import DcpRemoteError, TransientStorageError
 from dcp_remote.storage.base import Condition, Content, ObjectStore, Version
-from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+from dcp_remote.storage.wrapper import Request, SharedState, Verb, WrappedStore
 
 _Answer = TypeVar("_Answer")
 
@@ -28,15 +27,10 @@ Lost: TypeAlias = Literal["request", "response", "late"]
 Predicate: TypeAlias = Callable[[Verb, str, int], bool]
 
 
-class _RecordLog:
-    """State that a `RecordingStore` shares with its children."""
-
+class _RecordLog(SharedState):
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        super().__init__()
         self.requests: list[Request] = []
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _RecordLog, ()
 
 
 class RecordingStore(WrappedStore):
@@ -142,18 +136,13 @@ def matching(
     return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 
-class _FaultState:
-    """State that a `FaultyStore` shares with its children."""
-
+class _FaultState(SharedState):
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        super().__init__()
         self.number = 0
         self.spent: set[int] = set()
         self.hits: list[Request] = []
         self.late: list[tuple[float, Callable[[], object]]] = []
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _FaultState, ()
 
 
 class FaultyStore(WrappedStore):

@@ -1,19 +1,17 @@
-"""SavedCheckpoint: a checkpoint of dcp_remote of which parts of tensors are read; and small reads put together."""
+"""SavedCheckpoint: a checkpoint of dcp_remote of which parts of tensors are read."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.text import format_count
@@ -21,22 +19,17 @@ from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.read_plan import Want
-from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets, want_bytes
+from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
-from dcp_remote.serialization.tensors import dtype_name, narrow, parse_dtype
+from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location
 
 logger = logging.getLogger(__name__)
 
-K = TypeVar("K", bound=Hashable)
-
 # Time for which the first requests are repeated, in seconds: a user who waits hears soon of a server that is down.
 LOOK_SECONDS = 30.0
-
-# Parts up to this size are read together with the next ones.
-_SMALL_BYTES_MAX = 1 * MiB
 
 # dtypes in which large values become infinite.
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,14 +40,8 @@ _SHOWN_MAX = 5
 class SavedCheckpoint:
     """Checkpoint of a run, or by itself; every byte that is read is verified.
 
-    Args:
-        url: URL, path or store.
-        step: Step or name in a run; None is the newest.
-        storage_options: Options of the store.
-        allow_pickle: True to load objects that need code.
-        buffer_bytes_max: Limit of the memory of requests in flight, in bytes.
-        look_seconds: Time for which the first requests are repeated, in seconds.
-        retry_seconds: Time for which one later request is repeated, in seconds.
+    Requests in flight hold `buffer_bytes_max`. The first requests are repeated for `look_seconds`, one later request
+    for `retry_seconds`.
     """
 
     def __init__(
@@ -131,6 +118,12 @@ class SavedCheckpoint:
             if is_converted and any(part.isinf().any() for part in into.reshape(-1).split(MiB)):
                 self._overflowed[name] = into.dtype
 
+    def read_new(self, parts: Sequence[tuple[str, Box, torch.dtype]]) -> list[torch.Tensor]:
+        """Return the values of boxes of plain tensors, as tensors of these dtypes; costs as of `read`."""
+        tensors = [empty_tensor(dtype, box.sizes) for _, box, dtype in parts]
+        self.read((name, box, tensor) for (name, box, _), tensor in zip(parts, tensors, strict=True))
+        return tensors
+
     def log_overflows(self) -> None:
         """Log which tensors have infinite values after a conversion."""
         if self._overflowed:
@@ -155,9 +148,6 @@ class SavedCheckpoint:
         """Read entries whole, and compare their bytes with the digests that the save made; nothing is decoded.
 
         Costs one GET per range of 8 MiB, and holds one entry at a time on top of the requests in flight.
-
-        Raises:
-            CorruptCheckpointError: Bytes differ.
         """
         tensors = self.manifest.tensors
         targets: list[Target] = []
@@ -169,7 +159,7 @@ class SavedCheckpoint:
                 first = int(tensors.chunk_first[number])
                 bounds = tensors.piece_first[first : first + int(tensors.chunks[number]) + 1].tolist()
                 wants = [Want(start, stop, None) for start, stop in pairwise(bounds)]
-            targets += [BytesTarget(name, want, length=want_bytes(self.manifest, want), done=_ignore) for want in wants]
+            targets += [BytesTarget(self.manifest, name, want, _ignore) for want in wants]
         self._read(targets)
 
     def path(self, name: str) -> tuple[str | int, ...]:
@@ -184,60 +174,6 @@ class SavedCheckpoint:
             memory_budget_bytes=self._buffer_bytes_max,
             retry_seconds=self._retry_seconds,
         )
-
-
-class Together(Generic[K]):
-    """Reads of parts one at a time, in about a known order, of which small ones are read together with the next.
-
-    Args:
-        sizes: Size of each part in bytes, in the order in which they are asked for.
-        read: Function that reads several parts.
-        bytes_max: Limit of the bytes that are read together.
-        small_bytes_max: Largest part that is read together with others, in bytes.
-    """
-
-    def __init__(
-        self,
-        sizes: Mapping[K, int],
-        read: Callable[[Sequence[K]], Sequence[torch.Tensor]],
-        *,
-        bytes_max: int,
-        small_bytes_max: int = _SMALL_BYTES_MAX,
-    ) -> None:
-        """Keep the arguments; nothing is read."""
-        self._sizes, self._read, self._bytes_max = sizes, read, bytes_max
-        self._small = [key for key, size in sizes.items() if size <= min(small_bytes_max, bytes_max)]
-        self._places = {key: number for number, key in enumerate(self._small)}
-        self._kept: dict[K, torch.Tensor] = {}
-
-    def take(self, key: K) -> torch.Tensor:
-        """Return a part, which is kept no longer."""
-        place = self._places.get(key)
-        if place is None:
-            return self._read([key])[0]
-        if key not in self._kept:
-            chosen, total_bytes = [], 0
-            for other in self._small[place:]:
-                total_bytes += self._sizes[other]
-                if total_bytes > self._bytes_max:
-                    break
-                chosen.append(other)
-            # In another order than that of `sizes`, the parts that were kept would add up.
-            self._kept = dict(zip(chosen, self._read(chosen), strict=True))
-        return self._kept.pop(key)
-
-
-def make_item(item: WriteItem, data: TensorWriteData, box: Box, number: int) -> WriteItem:
-    """Return the item of a box of a tensor."""
-    return WriteItem(
-        index=MetadataIndex(item.index.fqn, torch.Size(box.offsets), number),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-            properties=data.properties,
-            size=data.size,
-        ),
-    )
 
 
 def size_of(box: Box, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.loading.selection import Rename
+from dcp_remote.loading.load_options import Rename
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
@@ -143,7 +143,7 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     found: object = vars(torch).get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidArgumentError("dtype must be a floating-point torch.dtype, such as torch.bfloat16.", dtype=dtype)
+        raise InvalidArgumentError("dtype must be a floating-point dtype of torch, such as bfloat16.", dtype=dtype)
     return found
 
 
@@ -151,10 +151,10 @@ def _require_options(kind: str, rename: Rename | None, key: str, file_bytes_max:
     if kind not in ("safetensors", "torch"):
         raise InvalidArgumentError('kind must be "safetensors" or "torch".', kind=kind)
     if kind == "torch" and (rename is not None or key != _KEY):
-        raise InvalidArgumentError('rename and key are for kind="safetensors": torch\'s folders have all names.')
+        raise InvalidArgumentError("rename and key are for safetensors: a folder of torch has all names.", kind=kind)
     if isinstance(file_bytes_max, bool) or not isinstance(file_bytes_max, int) or file_bytes_max <= 0:
         raise InvalidArgumentError(
-            "file_bytes_max must be an integer above zero, in bytes, such as 5 * 10**9.", file_bytes_max=file_bytes_max
+            "file_bytes_max must be an integer above zero, in bytes.", file_bytes_max=file_bytes_max
         )
 
 

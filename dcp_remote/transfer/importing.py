@@ -6,15 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
@@ -28,20 +26,22 @@ from dcp_remote.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.manager.manager import CheckpointManager
 from dcp_remote.manager.progress import ProgressSetting, start_progress
 from dcp_remote.manager.reports import SaveReport
+from dcp_remote.run.info import CheckpointInfo, latest
 from dcp_remote.run.job import CheckpointLabels
-from dcp_remote.run.run import CheckpointInfo, latest
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.serialization.refused_values import refused_values
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, empty_places, require_distinct
-from dcp_remote.serialization.tensors import byte_view, empty_tensor, narrow
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, require_distinct
+from dcp_remote.serialization.tensors import byte_view
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
-from dcp_remote.transfer.checkpoint import LOOK_SECONDS, SavedCheckpoint, Together, make_item, size_of
-from dcp_remote.transfer.source import PIECE_BYTES_MAX, Source, open_source
+from dcp_remote.transfer.checkpoint import LOOK_SECONDS, SavedCheckpoint, size_of
+from dcp_remote.transfer.piece_planner import PiecePlanner, Together
+from dcp_remote.transfer.source import PIECE_BYTES_MAX, open_source
+from dcp_remote.transfer.tensor_source import Source
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +175,8 @@ def import_checkpoint(
 
     if newest is not None and newest.step == step and not overwrite:
         raise CheckpointExistsError(
-            "The run has a checkpoint of this step. Choose another step, or pass overwrite=True.",
-            url=run_url,
-            step=step,
-        )
+            "The run has a checkpoint of this step. Choose another step.", url=run_url, step=step
+        ).advise(overwrite="overwrite=True replaces it")
     if newest is not None and newest.step > step and not overwrite:
         raise InvalidArgumentError(
             "The run has a newer checkpoint, from which every job would go on. Import to a step above "
@@ -187,11 +185,11 @@ def import_checkpoint(
             step=step,
         )
     resumed_from = newest.step if newest is not None else None
-    with CheckpointManager(run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
-        planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
+    planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
+    with _ImportingManager(planner, run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
         try:
-            run.save(step, opened.state, planner=planner, overwrite=overwrite, wait=True, user=note)
+            run.save(step, opened.state, overwrite=overwrite, wait=True, user=note)
         except CheckpointExistsError:
             require_same()  # whose error says what happened, where another job has begun the run meanwhile
             raise
@@ -213,7 +211,7 @@ def import_checkpoint(
                     raise _delete_damaged(run, step, damage) from damage
         if name is not None:
             with _saved_but_not("named", step):
-                run.name(step, name, move=True)
+                run.run.name(step, name, move=True)
     return report
 
 
@@ -221,7 +219,7 @@ def _delete_damaged(run: CheckpointManager, step: int, damage: CorruptCheckpoint
     """Delete a checkpoint that differs from what was read, and return the error that says so."""
     done = "was deleted; import once more"
     try:
-        run.delete(step, force=True)
+        run.run.delete(step, force=True)
     except DcpRemoteError as error:
         done = f"could not be deleted ({error.what}); delete it before it is used"
     return CorruptCheckpointError(
@@ -237,90 +235,71 @@ def _saved_but_not(done: str, step: int) -> Iterator[None]:
         yield
     except StorageError as error:
         raise type(error)(
-            f"{error.what} The checkpoint is saved, but could not be {done}. Import it again with overwrite=True.",
+            f"{error.what} The checkpoint is saved, but could not be {done}. Import it again.",
             **error.details | {"step": step},
-        ) from error
+        ).advise(overwrite="overwrite=True replaces it") from error
 
 
-class _SourcePlanner(DefaultSavePlanner):
-    """Planner whose tensors are read from a source when they are sent.
+class _ImportingManager(CheckpointManager):
+    """Manager of one save, which reads from a source."""
 
-    Args:
-        source: Source.
-        check: Function that is called when the save has the fence, before anything is read.
-        bytes_max: Limit of the small tensors that are read together, in bytes.
-    """
+    def __init__(self, planner: _SourcePlanner, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._planner = planner
+
+    def _make_planner(self) -> RunPlanner:
+        return self._planner
+
+
+class _SourcePlanner(PiecePlanner, RunPlanner):
+    """Planner that reads a source. `check` is called when the save has the fence, before anything is read."""
 
     def __init__(self, source: Source, *, check: Callable[[], None], bytes_max: int) -> None:
-        super().__init__()
-        self._source, self._check, self._bytes_max = source, check, bytes_max
+        super().__init__(bytes_max=bytes_max)
+        self._source, self._check = source, check
         self._per_rank = _take_per_rank(source)
-        # Digests of what was read, by name and box.
-        self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         # Here, since the manager sorts the top-level keys, and takes values of this rank alone.
         ordered = {key: state_dict[key] for key in self._source.state} | self._per_rank
         super().set_up_planner(ordered, *args, **options)
-        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
 
     def create_local_plan(self) -> SavePlan:
-        self._check()
         plan = super().create_local_plan()
-        sizes: dict[tuple[str, Box], int] = {}
-        items: list[WriteItem] = []
-        for item in plan.items:
-            if not self._is_read(item):
-                items.append(item)
-                continue
-            data = cast("TensorWriteData", item.tensor_data)
-            boxes = self._source.pieces(item.index.fqn)
-            sizes |= {(item.index.fqn, box): self._source.read_bytes(item.index.fqn, box) for box in boxes}
-            items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
-        self._reads = Together(sizes, self._source.read, bytes_max=self._bytes_max)
-        self._left = set(sizes)
-        if not sizes:
+        if self.is_all_read:  # there are no tensors
             self._source.reader.require_unchanged()
-        self.plan = replace(plan, items=items)
-        return self.plan
+        return plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        # Without torch's check of chunks, whose time is quadratic: sources return pieces that tile their tensors.
-        self.global_plan, metadata = create_default_global_save_plan(all_plans)
-        self.metadata = replace(metadata, planner_data=self.mappings)
-        return self.global_plan, self.metadata
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._check()
+        return super().finish_plan(new_plan)
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if not self._is_read(write_item):
-            return super().resolve_data(write_item)
-        data = cast("TensorWriteData", write_item.tensor_data)
-        key = write_item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        tensor = self._reads.take(key).contiguous()
-        if tensor.dtype != data.properties.dtype:
-            raise CorruptCheckpointError(
-                "A tensor of the source has another dtype than its metadata tell.",
-                tensor=write_item.index.fqn,
-                dtype=tensor.dtype,
-                expected=data.properties.dtype,
-            )
-        self.digests[key] = tensor.dtype, digest(byte_view(tensor))
-        self._left.discard(key)
-        if not self._left:
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]  # torch's method knows no piece of a plain tensor
+
+    def cut(self, name: str) -> Mapping[Box, int]:
+        return {box: self._source.read_bytes(name, box) for box in self._source.pieces(name)}
+
+    def read(self, pieces: Sequence[tuple[str, Box]]) -> Sequence[torch.Tensor]:
+        tensors = self._source.read(pieces)
+        for (name, _), tensor in zip(pieces, tensors, strict=True):
+            expected = self.state_dict[name].dtype
+            if tensor.dtype != expected:
+                raise CorruptCheckpointError(
+                    "A tensor of the source has another dtype than its metadata tell.",
+                    tensor=name,
+                    dtype=tensor.dtype,
+                    expected=expected,
+                )
+        return tensors
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        if self.is_all_read:
             self._source.reader.require_unchanged()
-        return tensor
-
-    def _is_read(self, item: WriteItem) -> bool:
-        value = self.state_dict.get(item.index.fqn)
-        return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _require_storable(source: Source, *, allow_pickle: bool) -> None:
-    """Refuse what the save would refuse, before it takes the run from a training.
-
-    Raises:
-        InvalidArgumentError: A name is not Unicode, two values have one name, or the state is none.
-        UnsafeObjectError: An object needs code to load.
-    """
+    """Refuse what the save would refuse, before it takes the run from a training."""
     require_distinct(source.state)
     for name in flatten_state_dict(source.state)[0]:
         if name.encode(errors="replace").decode() != name:
@@ -333,12 +312,12 @@ def _require_storable(source: Source, *, allow_pickle: bool) -> None:
     refused = [] if allow_pickle else refused_values({k: v for k, v in source.state.items() if k != PER_RANK_KEY})
     if refused:
         raise UnsafeObjectError(
-            "Values of the source need code to load, or cannot be stored. Pass allow_pickle=True if you trust it, or "
-            "load the source by its own tool, and save what is needed by CheckpointManager.",
+            "Values of the source need code to load, or cannot be stored. Load the source by its own tool, and save "
+            "what is needed by CheckpointManager.",
             url=source.url,
             values="; ".join(f"{value.path} ({value.type_name})" for value in refused[:_SHOWN_MAX]),
             refused=len(refused),
-        )
+        ).advise(allow_pickle="allow_pickle=True imports them, if you trust the source")
 
 
 def _find_numbered(value: object, path: tuple[str, ...]) -> Iterator[str]:
@@ -355,8 +334,7 @@ def _find_numbered(value: object, path: tuple[str, ...]) -> Iterator[str]:
 def _take_per_rank(source: Source) -> dict[str, Any]:
     """Take the values of single ranks out of a source's state, and return them in the form in which a save has them.
 
-    Raises:
-        InvalidArgumentError: They are not `per_rank.<rank>.<key>`, as `export_checkpoint` writes them.
+    They must be `per_rank.<rank>.<key>`, as `export_checkpoint` writes them.
     """
     ranks = source.state.pop(PER_RANK_KEY, None)
     if ranks is None:
@@ -388,11 +366,7 @@ def _read_all(source: Source, value: Any, path: tuple[str | int, ...]) -> Any:
         return [_read_all(source, one, (*path, number)) for number, one in enumerate(value)]
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
-    name = ".".join(map(str, (PER_RANK_KEY, *path)))
-    tensor = empty_tensor(value.dtype, value.shape)
-    for box in source.pieces(name):
-        narrow(tensor, box).copy_(source.read([(name, box)])[0])
-    return tensor
+    return source.read_whole(".".join(map(str, (PER_RANK_KEY, *path))), value)
 
 
 def _verify(
@@ -402,17 +376,11 @@ def _verify(
     bytes_max: int,
     progress: ProgressSetting,
 ) -> None:
-    """Read all boxes once, and compare their digests; of other entries the bytes with the digests of the save.
-
-    Raises:
-        CorruptCheckpointError: A box or an entry differs.
-    """
+    """Read all boxes once, and compare their digests; of other entries the bytes with the digests of the save."""
     sizes = {key: size_of(key[1], dtype) for key, (dtype, _) in digests.items()}
 
     def read(keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        tensors = [empty_tensor(digests[key][0], key[1].sizes) for key in keys]
-        saved.read([(name, box, tensor) for (name, box), tensor in zip(keys, tensors, strict=True)])
-        return tensors
+        return saved.read_new([(name, box, digests[name, box][0]) for name, box in keys])
 
     reads = Together(sizes, read, bytes_max=bytes_max, small_bytes_max=bytes_max)
     with start_progress(progress, "verify", is_coordinator=True) as shown:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.format.columns import VALUE_MAX
@@ -32,13 +31,7 @@ _BLOCKS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of a file.
-
-    Attributes:
-        file: Key of the file.
-        start: First byte.
-        length: Number of bytes.
-    """
+    """Bytes of a file; `file` is its key."""
 
     file: str
     start: int
@@ -46,15 +39,9 @@ class FileRange:
 
 
 class RangeReader:
-    """Reader of ranges of the files of a folder; repeats failed requests.
+    """Reader of ranges of the files of a folder; repeats a failed request for `retry_seconds`.
 
-    Args:
-        store: Store of the folder.
-        files: Files of the folder, without those in subfolders.
-        retry_seconds: Time for which one request is repeated, in seconds.
-
-    Attributes:
-        sizes: Size of each file, in bytes.
+    `sizes` has the size of each file in bytes: of those that were listed (not in subfolders), and that were asked for.
     """
 
     def __init__(self, store: ObjectStore, files: Iterable[ObjectInfo], *, retry_seconds: float) -> None:
@@ -75,11 +62,7 @@ class RangeReader:
         return self.sizes[file]
 
     def require_unchanged(self) -> None:
-        """Check that the files that were read are the same still; one HEAD each, 16 at a time.
-
-        Raises:
-            CorruptCheckpointError: A file has another size or ETag, or a local one another time, than at first.
-        """
+        """Refuse files that were read and have another size or ETag now, or local ones another time; a HEAD each."""
         files = [self._files[file] for file in sorted(self._read)]
         with ThreadPoolExecutor(_THREADS) as pool:
             for before, now in zip(files, pool.map(lambda info: self._retrying().head(info.key), files), strict=True):
@@ -109,7 +92,7 @@ class RangeReader:
             Fetch(
                 one.file,
                 one.start + at,
-                min(RANGE_BYTES_MAX, one.length - at),
+                len(data[at : at + RANGE_BYTES_MAX]),
                 data[at : at + RANGE_BYTES_MAX],
                 _none,
                 None,
@@ -132,12 +115,7 @@ class RangeReader:
 
 
 class RangeFile(io.RawIOBase):
-    """Part of a file as a file to read; keeps up to 4 MiB of blocks that were read.
-
-    Args:
-        reader: Reader of the file's folder.
-        span: Part of the file.
-    """
+    """Part of a file as a file to read; keeps up to 4 MiB of blocks that were read."""
 
     def __init__(self, reader: RangeReader, span: FileRange) -> None:
         """Begin at the first byte; no request is sent."""
@@ -189,11 +167,7 @@ def _none(_data: memoryview) -> bytes:
 
 
 def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> str:
-    """Return the key of a file; a name and a size from another file are not trusted.
-
-    Raises:
-        CorruptCheckpointError: The name is none of a file in the folder, or the file is missing or shorter than `stop`.
-    """
+    """Return the key of a file; a name from another file, `of`, and the size `stop` that it needs are not trusted."""
     try:
         check_key(str(file))
     except InvalidArgumentError as error:
@@ -218,10 +192,9 @@ def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> s
 
 
 def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -> None:
-    """Check that a checkpoint can hold a tensor, before torch sees the shape.
+    """Refuse a tensor with more dimensions or bytes than a checkpoint can hold, before torch sees the shape.
 
-    Raises:
-        InvalidArgumentError: There are too many dimensions, or too many bytes; sizes of 0 count as 1.
+    Sizes of 0 count as 1.
     """
     if len(shape) > DIMENSIONS_MAX or math.prod(max(size, 1) for size in shape) * dtype.itemsize > VALUE_MAX:
         raise InvalidArgumentError(
@@ -229,18 +202,6 @@ def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -
             **details,
             shape=tuple(shape[: DIMENSIONS_MAX + 1]),
         )
-
-
-def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:
-    """Return a box cut into boxes of at most some bytes, each contiguous in the row-major box, in order."""
-    runs = cut_chunk(box.sizes, item_bytes=dtype.itemsize, piece_bytes_max=piece_bytes_max)
-    if len(runs) < 2:  # noqa: PLR2004  # one, or none of an empty box
-        return [box]
-    return [
-        Box(tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True)), part.sizes)
-        for start, stop in runs
-        for _, part in boxes_of_run(box.sizes, start, stop)
-    ]
 
 
 def first_element(sizes: Sequence[int], offsets: Sequence[int]) -> int:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from dcp_remote.common.digests import digest
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
+from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
-from dcp_remote.loading.selection import Rename, Selection
+from dcp_remote.loading.load_options import LoadOptions, Rename
 from dcp_remote.serialization.files import Files
-from dcp_remote.serialization.tensors import byte_view, dtype_name, empty_tensor
+from dcp_remote.serialization.tensors import byte_view, dtype_name
 from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
+from dcp_remote.transfer.piece_planner import Together
 from dcp_remote.transfer.safetensors_source import DTYPES, INDEX_SUFFIX, WEIGHTS_FILE
+from dcp_remote.transfer.tensor_source import cut_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -50,43 +52,18 @@ class _Tensor:
     dtype: torch.dtype
 
     @property
-    def size_bytes(self) -> int:
-        """Size in bytes."""
-        return size_of(Box((), self.shape), self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Elements `start` to `stop` of a tensor, in row-major order."""
-
-    tensor: _Tensor
-    start: int
-    stop: int
+    def box(self) -> Box:
+        """Box of all elements."""
+        return Box((0,) * len(self.shape), self.shape)
 
     @property
     def size_bytes(self) -> int:
         """Size in bytes."""
-        return (self.stop - self.start) * self.tensor.dtype.itemsize
+        return size_of(self.box, self.dtype)
 
 
 class SafetensorsExport:
-    """Export of the tensors below a key.
-
-    Args:
-        saved: Checkpoint.
-        key: First parts of the names of the tensors; "" for all.
-        dtype: Floating-point dtype to convert to; None keeps each.
-        rename: New names for those below the key.
-        file_bytes_max: Size of the tensors in one file, in bytes.
-        bytes_max: Bytes of tensors that are read at once.
-
-    Attributes:
-        total_bytes: Size of all tensors.
-        last_file: Name of the file without which `from_pretrained` finds no weights.
-
-    Raises:
-        InvalidArgumentError: There is no tensor below the key, or one cannot be written.
-    """
+    """Export of the tensors below a key. `bytes_max` bytes of tensors are read at once."""
 
     def __init__(
         self,
@@ -102,6 +79,7 @@ class SafetensorsExport:
         self._saved, self._bytes_max = saved, bytes_max
         self._files = _divide(_choose(saved, key=key, dtype=dtype, rename=rename), file_bytes_max)
         self.total_bytes = sum(tensor.size_bytes for tensors in self._files.values() for tensor in tensors)
+        # Without this file, `from_pretrained` finds no weights.
         self.last_file = WEIGHTS_FILE if WEIGHTS_FILE in self._files else f"model{INDEX_SUFFIX}"
 
     def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
@@ -127,25 +105,26 @@ class SafetensorsExport:
         """Write a file; return the name, the length and the digest of each part of it, in order."""
         header = _make_header(tensors)
         parts = [("the header", len(header), digest(header))]
+        # Boxes that are contiguous, in the order of their elements.
+        boxes = {
+            (tensor, box): size_of(box, tensor.dtype)
+            for tensor in tensors
+            for box in cut_pieces(tensor.box, tensor.dtype, piece_bytes_max=max(16, self._bytes_max))
+        }
+        reads = Together(boxes, self._read, bytes_max=self._bytes_max, small_bytes_max=self._bytes_max)
         with path.open("xb") as opened:
             opened.write(header)
-            for runs in _group(tensors, self._bytes_max):
-                for run, data in zip(runs, self._read(runs), strict=True):
-                    opened.write(data)
-                    parts.append((run.tensor.title, len(data), digest(data)))
-                    add(len(data))
+            for tensor, box in boxes:
+                data = byte_view(reads.take((tensor, box)))
+                opened.write(data)
+                parts.append((tensor.title, len(data), digest(data)))
+                add(len(data))
             opened.flush()
             os.fsync(opened.fileno())
         return parts
 
-    def _read(self, runs: Sequence[_Run]) -> list[memoryview]:
-        found = [empty_tensor(run.tensor.dtype, (run.stop - run.start,)) for run in runs]
-        self._saved.read(
-            (run.tensor.name, box, flat[first - run.start : first - run.start + box.elements].view(box.sizes))
-            for run, flat in zip(runs, found, strict=True)
-            for first, box in boxes_of_run(run.tensor.shape, run.start, run.stop)
-        )
-        return [byte_view(flat) for flat in found]
+    def _read(self, parts: Sequence[tuple[_Tensor, Box]]) -> list[torch.Tensor]:
+        return self._saved.read_new([(tensor.name, box, tensor.dtype) for tensor, box in parts])
 
     def _read_side_files(self) -> dict[str, bytes]:
         """Return the small files, without those that would stand for the weights of this export."""
@@ -181,25 +160,25 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
             ", ".join(left[:_SHOWN_MAX]),
         )
     titles = {name.removeprefix(prefix): name for name in tensors}
-    renamed = Selection.of(rename=rename).rename_entries(titles)
+    renamed = LoadOptions(rename=rename).rename_entries(titles)
     if not renamed:
-        raise InvalidArgumentError("rename leaves out all tensors. Give None to some alone.", url=saved.store.url)
+        raise InvalidArgumentError("rename leaves out all tensors. Leave out some alone.", url=saved.store.url)
     for title, new in renamed.items():
         name = titles[title]
         if new == _METADATA or new.encode(errors="replace").decode() != new:
             raise InvalidArgumentError(
-                "safetensors cannot hold a tensor of this name. Rename it, or leave it out by rename={name: None}.",
+                "safetensors cannot hold a tensor of this name. Rename it, or leave it out.",
                 tensor=name,
                 name=ascii(new),
-            )
+            ).advise(rename="rename={name: None} leaves it out")
         own = saved.dtype(name)
         wanted = own if dtype is None or not own.is_floating_point else dtype
         if not saved.is_plain(name) or wanted not in _NAMES:
             raise InvalidArgumentError(
-                'safetensors cannot hold a tensor. Leave it out by rename={name: None}, or export kind="torch".',
+                "safetensors cannot hold a tensor. Leave it out, or write a folder of torch.",
                 tensor=name,
                 dtype=dtype_name(wanted),
-            )
+            ).advise(rename="rename={name: None} leaves it out", kind='kind="torch" exports it')
         yield _Tensor(name, new, saved.shape(name), wanted)
 
 
@@ -216,23 +195,6 @@ def _divide(tensors: Iterator[_Tensor], bytes_max: int) -> dict[str, list[_Tenso
     if len(groups) == 1:
         return {WEIGHTS_FILE: groups[0]}
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
-
-
-def _group(tensors: Sequence[_Tensor], bytes_max: int) -> Iterator[list[_Run]]:
-    """Yield the elements of all tensors, in groups of at most some bytes, or of one element."""
-    group: list[_Run] = []
-    used_bytes = 0
-    for tensor in tensors:
-        item_bytes = tensor.dtype.itemsize
-        for start, stop in cut_chunk(tensor.shape, item_bytes=item_bytes, piece_bytes_max=max(item_bytes, bytes_max)):
-            run = _Run(tensor, start, stop)
-            if group and used_bytes + run.size_bytes > bytes_max:
-                yield group
-                group, used_bytes = [], 0
-            group.append(run)
-            used_bytes += run.size_bytes
-    if group:
-        yield group
 
 
 def _make_header(tensors: Sequence[_Tensor]) -> bytes:
@@ -252,23 +214,13 @@ def _make_header(tensors: Sequence[_Tensor]) -> bytes:
 
 
 def _verify(path: Path, parts: Sequence[tuple[str, int, bytes]], add: Callable[[int], None]) -> None:
-    """Read a file, and compare the digests of its parts.
-
-    Raises:
-        CorruptCheckpointError: Bytes differ.
-    """
-    with path.open("rb", buffering=0) as opened:
+    """Read a file, and compare the lengths and digests of its parts."""
+    with path.open("rb") as opened:
         if hasattr(os, "posix_fadvise"):  # so that the disk is read, and not the copy in memory
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         for number, (title, length, expected) in enumerate(parts):
-            data = bytearray(length)
-            read_bytes = 0
-            while read_bytes < length:
-                count = opened.readinto(memoryview(data)[read_bytes:])
-                if not count:
-                    break
-                read_bytes += count
-            if read_bytes < length or digest(data) != expected:
+            data = opened.read(length)
+            if len(data) < length or digest(data) != expected:
                 raise CorruptCheckpointError(
                     "Bytes read back differ from those that were written. Check the disk.", file=str(path), tensor=title
                 )

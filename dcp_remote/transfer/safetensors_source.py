@@ -10,7 +10,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -21,9 +20,9 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
 from dcp_remote.serialization.files import FILES_BYTES_MAX, FILES_MAX, Files
-from dcp_remote.serialization.tensors import parse_dtype, tensor_from
-from dcp_remote.transfer.checkpoint import size_of
-from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, first_element, require_range, require_shape
+from dcp_remote.serialization.tensors import parse_dtype
+from dcp_remote.transfer.ranges import FileRange, RangeReader, require_range, require_shape
+from dcp_remote.transfer.tensor_source import Source, StoredTensor
 
 logger = logging.getLogger(__name__)
 
@@ -57,54 +56,38 @@ _FILE_BYTES_MAX = 64 * MiB
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a tensor: its file, its first byte there, its shape and its dtype."""
-
-    file: str
-    start: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class SafetensorsSource:
-    """Weights of Hugging Face as `model`, and the small files beside them as `files`.
-
-    Args:
-        reader: Reader of the folder.
-        named: File that is meant; None for the weights of the folder.
-        piece_bytes_max: Bytes of a tensor that are read at once.
-    """
+class SafetensorsSource(Source):
+    """Weights of Hugging Face as `model`, and the small files beside them as `files`."""
 
     kind = "safetensors"
 
     def __init__(self, reader: RangeReader, named: str | None, *, piece_bytes_max: int) -> None:
-        """Read the header of each file of weights, and the small files."""
-        self.url = reader.store.url
-        self.reader, self._piece_bytes_max = reader, piece_bytes_max
-        self._places: dict[str, _Place] = {}
+        """Read the header of each file of weights, or of the one that is `named`, and the small files."""
+        super().__init__(reader, piece_bytes_max=piece_bytes_max)
         self._indexed: dict[str, object] = {}
         if named is not None and _SHARD.fullmatch(named):
             raise self._parts_of_tensors([named])
         weights = self._find_weights() if named is None else [named]
+        places: dict[str, StoredTensor] = {}
         for file in weights:
             for name, place in self._read_header(file).items():
-                if f"{_KEY}.{name}" in self._places:
+                if name in places:
                     raise CorruptCheckpointError(
                         "Two files have a tensor of this name. Name one file of the folder.",
-                        url=reader.store.url,
+                        url=self.url,
                         tensor=name,
-                        files=f"{self._places[f'{_KEY}.{name}'].file}, {file}",
+                        files=f"{places[name].storage.file}, {file}",
                     )
-                self._places[f"{_KEY}.{name}"] = place
+                places[name] = place
         for name in self._indexed:
-            if f"{_KEY}.{name}" not in self._places:
-                raise CorruptCheckpointError("No file has a tensor of the index.", url=reader.store.url, tensor=name)
-        model = {
-            name.removeprefix(f"{_KEY}."): torch.empty(place.shape, dtype=place.dtype, device="meta")
-            for name, place in self._places.items()
+            if name not in places:
+                raise CorruptCheckpointError("No file has a tensor of the index.", url=self.url, tensor=name)
+        self.chunks = {
+            f"{_KEY}.{name}": [(Box((0,) * len(place.shape), place.shape), place)] for name, place in places.items()
         }
-        self.state: dict[str, Any] = {_KEY: model}
+        self.state[_KEY] = {
+            name: torch.empty(place.shape, dtype=place.dtype, device="meta") for name, place in places.items()
+        }
         others = [file for file in self._visible if file not in weights and not _INDEX.fullmatch(file)]
         sides = self._choose_sides(file for file in others if file.endswith(_SIDE_SUFFIXES))
         # An object without bytes and suffix is the marker of a folder, as some consoles create it.
@@ -117,32 +100,6 @@ class SafetensorsSource:
             )
         if sides:
             self.state["files"] = Files(dict(zip(sides, map(bytes, self._read_files(sides)), strict=True)))
-
-    def pieces(self, name: str) -> Sequence[Box]:
-        """Return boxes that are each contiguous in the file."""
-        place = self._places[name]
-        box = Box((0,) * len(place.shape), place.shape)
-        return cut_pieces(box, place.dtype, piece_bytes_max=self._piece_bytes_max)
-
-    def read_bytes(self, name: str, box: Box) -> int:
-        """Return the size of the box."""
-        return size_of(box, self._places[name].dtype)
-
-    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """Return the values of boxes; one GET per box and 8 MiB."""
-        places = [self._places[name] for name, _ in parts]
-        ranges = [
-            FileRange(
-                place.file,
-                place.start + first_element(place.shape, box.offsets) * place.dtype.itemsize,
-                box.elements * place.dtype.itemsize,
-            )
-            for place, (_, box) in zip(places, parts, strict=True)
-        ]
-        return [
-            tensor_from(data, place.dtype, box.sizes) if len(data) else torch.empty(box.sizes, dtype=place.dtype)
-            for place, data, (_, box) in zip(places, self.reader.read(ranges), parts, strict=True)
-        ]
 
     def _find_weights(self) -> list[str]:
         """Return the files of weights: those of an index, the usual one, or all."""
@@ -197,7 +154,7 @@ class SafetensorsSource:
                 left_bytes -= size_bytes
         return chosen
 
-    def _read_header(self, file: str) -> dict[str, _Place]:
+    def _read_header(self, file: str) -> dict[str, StoredTensor]:
         """Return the places of the tensors of a file, in the order of their bytes."""
         size_bytes = self.reader.sizes[file]
         if size_bytes < 8:  # noqa: PLR2004  # the length of the header
@@ -212,17 +169,17 @@ class SafetensorsSource:
         if isinstance(metadata, dict) and _has_parts(metadata.get(_SHARDING)):
             raise self._parts_of_tensors([file])
         found = {name: self._place(file, name, entry, 8 + length) for name, entry in header.items()}
-        places = dict(sorted(found.items(), key=lambda item: (item[1].start, math.prod(item[1].shape))))
+        places = dict(sorted(found.items(), key=lambda item: (item[1].storage.start, item[1].storage.length)))
         position = 8 + length
         for name, place in places.items():
-            if place.start != position:
+            if place.storage.start != position:
                 raise self._corrupt(file, "its tensors overlap, or leave a gap", tensor=name)
-            position += math.prod(place.shape) * place.dtype.itemsize
+            position += place.storage.length
         if position != size_bytes:
             raise self._corrupt(file, f"it has {size_bytes} bytes where its header tells {position}")
         return places
 
-    def _place(self, file: str, name: str, entry: object, base: int) -> _Place:
+    def _place(self, file: str, name: str, entry: object, base: int) -> StoredTensor:
         if not isinstance(entry, dict):
             raise self._corrupt(file, "an entry is no dict", tensor=name)
         given, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -232,15 +189,16 @@ class SafetensorsSource:
         if dtype is None:
             raise InvalidArgumentError(
                 "A tensor has a dtype that cannot be imported.",
-                url=self.reader.store.url,
+                url=self.url,
                 file=file,
                 tensor=name,
                 dtype=given,
             )
         require_shape(shape, dtype, url=self.url, file=file, tensor=name)
-        if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        length = math.prod(shape) * dtype.itemsize
+        if offsets[1] - offsets[0] != length:
             raise self._corrupt(file, "the bytes of a tensor are not those of its shape", tensor=name)
-        return _Place(file, base + offsets[0], tuple(shape), dtype)
+        return StoredTensor(FileRange(file, base + offsets[0], length), 0, tuple(shape), None, dtype)
 
     def _read_files(self, files: Sequence[str]) -> list[memoryview]:
         for file in files:
@@ -268,7 +226,7 @@ class SafetensorsSource:
     def _corrupt(self, file: str, why: str, **details: object) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             f"A file of safetensors is damaged: {why}. Copy it once more.",
-            url=self.reader.store.url,
+            url=self.url,
             file=file,
             **details,
         )

@@ -1,17 +1,13 @@
-"""Checkpoints of other formats as states: tensors are on the meta device, and are read piece by piece."""
+"""`open_source`: the checkpoint of another format that lies at a URL, path or store."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.format.catalog import CATALOG_KEY
@@ -26,6 +22,7 @@ from dcp_remote.storage.url import parse_url
 from dcp_remote.transfer.checkpoint import LOOK_SECONDS
 from dcp_remote.transfer.ranges import RangeReader
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
+from dcp_remote.transfer.tensor_source import Source
 from dcp_remote.transfer.torch_file_source import TorchFileSource
 from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
 
@@ -38,34 +35,6 @@ _TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")
 _SHOWN_MAX = 5
 
 
-class Source(Protocol):
-    """Checkpoint to read from.
-
-    Attributes:
-        kind: Name of the format.
-        url: URL of the folder.
-        reader: Reader of the files.
-        state: State, nested as it was saved; tensors that `read` returns are on the meta device.
-    """
-
-    kind: str
-    url: str
-    reader: RangeReader
-    state: dict[str, Any]
-
-    def pieces(self, name: str) -> Sequence[Box]:
-        """Return the boxes of a tensor that are read at once; together they are the whole tensor."""
-        ...
-
-    def read_bytes(self, name: str, box: Box) -> int:
-        """Return how many bytes `read` reads for a box."""
-        ...
-
-    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """Return the values of boxes that `pieces` has returned, on the CPU; several are read at a time."""
-        ...
-
-
 def open_source(
     source: str | os.PathLike[str] | ObjectStore,
     *,
@@ -76,19 +45,8 @@ def open_source(
 ) -> Source:
     """Open a checkpoint by what lies there; reads no tensor, but for those that are no plain ones.
 
-    Args:
-        source: URL, path or store of a folder that torch's distributed checkpoint or Hugging Face wrote; or URL or path
-            of a file of safetensors or `torch.save`.
-        storage_options: Options of the store.
-        allow_pickle: True to load objects of torch's distributed checkpoint that need code.
-        piece_bytes_max: Bytes of a tensor that are read at once, where the format allows it.
-        retry_seconds: Time for which one request is repeated, in seconds.
-
-    Raises:
-        CheckpointNotFoundError: Nothing of these lies there.
-        UnsafeObjectError: An object needs code to load.
-        CorruptCheckpointError: A header is not of its format, or a file is missing or too short.
-        InvalidArgumentError: The checkpoint uses what is not supported.
+    The source is a folder that torch's distributed checkpoint or Hugging Face wrote, or a file of safetensors or
+    `torch.save`. One request is repeated for `retry_seconds`; `piece_bytes_max` bytes of a tensor are read at once.
     """
     store, files, file = _look(source, storage_options, Deadline(min(LOOK_SECONDS, retry_seconds)))
     reader = RangeReader(store, files, retry_seconds=retry_seconds)

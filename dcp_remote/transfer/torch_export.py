@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +14,29 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.coordination.torch_errors import plain_errors
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.serialization.files import Files
-from dcp_remote.serialization.tensors import byte_view, empty_tensor
+from dcp_remote.serialization.tensors import byte_view
 from dcp_remote.storage import open_store
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
-from dcp_remote.transfer.checkpoint import SavedCheckpoint, Together, make_item, size_of
-from dcp_remote.transfer.ranges import RangeReader, cut_pieces
+from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
+from dcp_remote.transfer.piece_planner import PiecePlanner
+from dcp_remote.transfer.ranges import RangeReader
+from dcp_remote.transfer.tensor_source import cut_pieces
 from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
 
 logger = logging.getLogger(__name__)
 
 
 class TorchExport:
-    """Export of all entries.
+    """Export of all entries. `bytes_max` bytes of tensors are read at once; larger tensors become several chunks."""
 
-    Args:
-        saved: Checkpoint.
-        dtype: Floating-point dtype to convert to; None keeps each.
-        bytes_max: Bytes of tensors that are read at once; larger tensors are saved as several chunks.
-
-    Attributes:
-        total_bytes: Size of all tensors.
-        last_file: Name of the file without which torch finds no checkpoint.
-
-    Raises:
-        InvalidArgumentError: torch's writer cannot save a tensor.
-    """
-
-    last_file = TORCH_METADATA_FILE
+    last_file = TORCH_METADATA_FILE  # without which torch finds no checkpoint
 
     def __init__(self, saved: SavedCheckpoint, *, dtype: torch.dtype | None, bytes_max: int) -> None:
         """Choose the dtypes; no request is sent."""
@@ -71,11 +58,7 @@ class TorchExport:
         self.total_bytes = sum(size_of(Box((), saved.shape(name)), own) for name, own in self._dtypes.items())
 
     def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
-        """Write the files into a folder; `add` is told the bytes that were written, and read back.
-
-        Raises:
-            CorruptCheckpointError: Bytes read back differ.
-        """
+        """Write the files into a folder; `add` is told the bytes that were written, and read back."""
         planner = _RunPlanner(self._saved, self._dtypes, add, bytes_max=self._bytes_max)
         state = self._make_state()
         with warnings.catch_warnings():
@@ -100,7 +83,7 @@ class TorchExport:
         for name in self._dtypes:
             for box in written.pieces(name):
                 (tensor,) = written.read([(name, box)])
-                self._require_equal(folder, name, byte_view(tensor.contiguous()), planner.digests[name, box])
+                self._require_equal(folder, name, byte_view(tensor.contiguous()), planner.digests[name, box][1])
                 add(size_of(box, tensor.dtype))
 
     def _require_equal(self, folder: Path, name: str, data: memoryview, expected: bytes) -> None:
@@ -124,15 +107,8 @@ class TorchExport:
         return state
 
 
-class _RunPlanner(DefaultSavePlanner):
-    """Planner whose tensors are read from a checkpoint when they are written.
-
-    Args:
-        saved: Checkpoint.
-        dtypes: dtypes of the tensors to read, by name.
-        add: Function that is told the bytes that were read.
-        bytes_max: Bytes of tensors that are read at once.
-    """
+class _RunPlanner(PiecePlanner):
+    """Planner that reads a checkpoint, with the given dtypes by name; `add` is told the bytes that were read."""
 
     def __init__(
         self,
@@ -142,42 +118,23 @@ class _RunPlanner(DefaultSavePlanner):
         *,
         bytes_max: int,
     ) -> None:
-        super().__init__()
-        self._saved, self._dtypes, self._add, self._bytes_max = saved, dtypes, add, bytes_max
-        self.digests: dict[tuple[str, Box], bytes] = {}
+        super().__init__(bytes_max=bytes_max)
+        self._saved, self._dtypes, self._add = saved, dtypes, add
         self.object_digests: dict[str, bytes] = {}
 
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        sizes: dict[tuple[str, Box], int] = {}
-        items: list[WriteItem] = []
-        for item in plan.items:
-            name, data = item.index.fqn, item.tensor_data
-            if data is None or name not in self._dtypes:
-                items.append(item)
-                continue
-            whole = Box((0,) * len(data.size), tuple(data.size))
-            boxes = cut_pieces(whole, self._dtypes[name], piece_bytes_max=max(16, self._bytes_max))
-            sizes |= {(name, box): size_of(box, self._dtypes[name]) for box in boxes}
-            items += [make_item(item, data, box, number) for number, box in enumerate(boxes)]
-        self._reads = Together(sizes, self._read, bytes_max=self._bytes_max)
-        self.plan = replace(plan, items=items)
-        return self.plan
+    def cut(self, name: str) -> Mapping[Box, int]:
+        shape, dtype = self._saved.shape(name), self._dtypes[name]
+        boxes = cut_pieces(Box((0,) * len(shape), shape), dtype, piece_bytes_max=max(16, self._bytes_max))
+        return {box: size_of(box, dtype) for box in boxes}
+
+    def read(self, pieces: Sequence[tuple[str, Box]]) -> Sequence[torch.Tensor]:
+        return self._saved.read_new([(name, box, self._dtypes[name]) for name, box in pieces])
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        self._add(tensor.nbytes)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        data = write_item.tensor_data
-        if data is None or write_item.index.fqn not in self._dtypes:
-            value = super().resolve_data(write_item)
-            if isinstance(value, io.BytesIO):
-                self.object_digests[write_item.index.fqn] = digest(value.getbuffer())
-            return value
-        key = write_item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        tensor = self._reads.take(key)
-        self.digests[key] = digest(byte_view(tensor))
-        self._add(tensor.nbytes)
-        return tensor
-
-    def _read(self, keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        tensors = [empty_tensor(self._dtypes[name], box.sizes) for name, box in keys]
-        self._saved.read([(name, box, tensor) for (name, box), tensor in zip(keys, tensors, strict=True)])
-        return tensors
+        value = super().resolve_data(write_item)
+        if isinstance(value, io.BytesIO):
+            self.object_digests[write_item.index.fqn] = digest(value.getbuffer())
+        return value

@@ -16,10 +16,9 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
-from dcp_remote.serialization.pickle_validator import UnsafeStreamError, validate_program
-from dcp_remote.serialization.tensors import tensor_from
-from dcp_remote.transfer.checkpoint import size_of
-from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, cut_pieces, first_element, require_shape
+from dcp_remote.serialization.restricted_unpickler import UnsafeStreamError, unpickle
+from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, require_shape
+from dcp_remote.transfer.tensor_source import Source, StoredTensor
 
 _ZIP = b"PK\x03\x04"
 
@@ -38,57 +37,22 @@ _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Place of a tensor in a stream of `torch.save`.
-
-    Attributes:
-        start: First byte of the storage, counted from the beginning of the stream.
-        length: Size of the storage in bytes.
-        first: Number of the storage's element at which the tensor begins.
-        shape: Shape.
-        strides: Strides, in elements.
-        dtype: dtype.
-    """
-
-    start: int
-    length: int
-    first: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def is_contiguous(self) -> bool:
-        """True if the elements lie one after another in row-major order."""
-        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """Value of a stream of `torch.save`, with tensors that have no memory.
-
-    Attributes:
-        value: Value.
-        sizes: Size in bytes of each storage in the stream, by its first byte.
-        details: URL and file, for messages.
-    """
+    """Value of a stream of `torch.save`, with tensors that have no memory."""
 
     value: Any
-    sizes: Mapping[int, int]
-    details: Mapping[str, Any]
+    span: FileRange  # the stream
+    sizes: Mapping[int, int]  # size in bytes of each storage, by its first byte in the stream
+    details: Mapping[str, Any]  # URL and file, for messages
 
 
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB.
 
-    The pickle is validated, as that of a stream of dcp_remote is, and loaded by torch's restricted unpickler, which in
-    torch's mode of fake tensors reads no storage, and tells their places.
-
-    Raises:
-        UnsafeObjectError: An object needs code to load.
-        InvalidArgumentError: The stream has tensors that torch cannot load without memory, compressed records, another
-            byte order, or values that `require_walkable` refuses.
-        CorruptCheckpointError: The stream is damaged.
+    The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and then by torch's
+    restricted unpickler, which in torch's mode of fake tensors reads no storage, and tells their places. Refused are
+    objects that need code, tensors that torch cannot load without memory, compressed records, another byte order, and
+    what `require_walkable` refuses.
     """
     details = {"url": reader.store.url, "file": span.file}
     try:
@@ -98,12 +62,13 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
             records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
             sizes = _find_storages(records, found, details)
             program = records.get_record("data.pkl")
-            validate_program(program, {one.filename.partition("/")[2]: one.file_size for one in found})
+            record_bytes = {one.filename.partition("/")[2]: one.file_size for one in found}
+            unpickle(program, record_bytes, lambda _, size_bytes, __: torch.UntypedStorage(size_bytes, device="meta"))
             stream.seek(0)
             with FakeTensorMode():
                 value = torch.load(stream, map_location="cpu", weights_only=True)
             require_walkable(value, len(program), **details)
-            return Layout(value, sizes, details)
+            return Layout(value, span, sizes, details)
     except (DcpRemoteError, MemoryError):
         raise
     except UnsafeStreamError as error:
@@ -173,15 +138,10 @@ def _find_storages(records: Any, found: Sequence[zipfile.ZipInfo], details: Mapp
 
 
 def require_walkable(value: object, stream_bytes: int, **details: object) -> None:
-    """Check that a value can be walked, and its parts be named, in time and memory proportional to its pickle.
+    """Refuse a value that cannot be walked, and its parts be named, in time and memory proportional to its pickle.
 
-    Args:
-        value: Value, of which dicts, lists, tuples and dataclasses are walked.
-        stream_bytes: Length of the pickle, in bytes.
-        details: Details of the error.
-
-    Raises:
-        InvalidArgumentError: The value is nested too deeply, or repeats values or long keys too often.
+    Dicts, lists, tuples and dataclasses are walked; too deep a nesting, and values or long keys that are repeated too
+    often for a pickle of `stream_bytes`, are refused.
     """
     error = InvalidArgumentError(
         f"A pickle nests dicts and lists deeper than {DEPTH_MAX}, or in themselves, or contains the same ones, or long "
@@ -219,11 +179,9 @@ def require_walkable(value: object, stream_bytes: int, **details: object) -> Non
 
 
 def find_stored(value: object, layout: Layout) -> StoredTensor | None:
-    """Return the place of a tensor of a layout; None of a value that its elements alone do not describe.
+    """Return the place of a tensor of a layout; None of a value that its elements in the stream do not describe.
 
-    Raises:
-        CorruptCheckpointError: Elements lie outside the storage.
-        InvalidArgumentError: The tensor is larger than a checkpoint can hold.
+    Refuses a tensor with elements outside its storage (damaged), or larger than a checkpoint can hold.
     """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
         return None
@@ -233,131 +191,74 @@ def find_stored(value: object, layout: Layout) -> StoredTensor | None:
     if not isinstance(start, int) or size_bytes is None or value.is_conj() or value.is_neg():
         return None
     require_shape(value.shape, value.dtype, **layout.details)
-    stored = StoredTensor(
-        start=start,
-        length=size_bytes - size_bytes % value.dtype.itemsize,
-        first=int(value.storage_offset()),
-        shape=tuple(map(int, value.shape)),
-        strides=tuple(map(int, value.stride())),
-        dtype=value.dtype,
-    )
+    first, shape, strides = int(value.storage_offset()), tuple(map(int, value.shape)), tuple(map(int, value.stride()))
     # Not by the size of torch's storage, which torch enlarges to what a tensor needs.
-    last = stored.first + sum((size - 1) * step for size, step in zip(stored.shape, stored.strides, strict=True))
-    is_inside = stored.first >= 0 and (last + 1) * stored.dtype.itemsize <= size_bytes
-    if min(stored.strides, default=0) < 0 or (value.numel() and not is_inside):
+    last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    is_inside = first >= 0 and (last + 1) * value.dtype.itemsize <= size_bytes
+    if min(strides, default=0) < 0 or (value.numel() and not is_inside):
         raise CorruptCheckpointError(
             "A file of torch.save is damaged: a tensor has elements outside its storage. Copy it once more.",
             **layout.details,
-            shape=stored.shape,
-            strides=stored.strides,
-            first=stored.first,
+            shape=shape,
+            strides=strides,
+            first=first,
             storage_bytes=size_bytes,
         )
-    return stored
+    length = size_bytes - size_bytes % value.dtype.itemsize
+    if start + length > layout.span.length:
+        return None
+    elements = FileRange(layout.span.file, layout.span.start + start, length)
+    is_contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
+    return StoredTensor(elements, first, shape, None if is_contiguous else strides, value.dtype)
 
 
-class TorchFileSource:
-    """State dict of `torch.save` as `model`, or a dict of several values under their own keys.
-
-    Args:
-        reader: Reader of the file's folder.
-        file: Key of the file.
-        piece_bytes_max: Bytes of a tensor that are read at once; one that is not contiguous is read whole.
-    """
+class TorchFileSource(Source):
+    """State dict of `torch.save` as `model`, or a dict of several values under their own keys."""
 
     kind = "torch.save"
 
     def __init__(self, reader: RangeReader, file: str, *, piece_bytes_max: int) -> None:
         """Load the layout of the file."""
-        self.url = reader.store.url
-        self.reader, self._file, self._piece_bytes_max = reader, file, piece_bytes_max
+        super().__init__(reader, piece_bytes_max=piece_bytes_max)
         size_bytes = reader.sizes[file]
         (head,) = reader.read([FileRange(file, 0, min(size_bytes, len(_ZIP)))])
         if head != _ZIP:
             raise InvalidArgumentError(
                 "The file is none of safetensors, and none of torch.save in the format of torch 1.6 and later. If it "
                 "is an older one, load it by torch.load, and save it once more.",
-                url=reader.store.url,
+                url=self.url,
                 file=file,
             )
-        self._layout = load_layout(reader, FileRange(file, 0, size_bytes))
-        value = self._layout.value
+        layout = load_layout(reader, FileRange(file, 0, size_bytes))
+        value = layout.value
         if not isinstance(value, dict) or not value:
             raise InvalidArgumentError(
-                "The file holds no dict of tensors.", url=reader.store.url, file=file, type=type(value).__qualname__
+                "The file holds no dict of tensors.", url=self.url, file=file, type=type(value).__qualname__
             )
         is_state_dict = all(isinstance(one, torch.Tensor) for one in value.values())
-        self._stored: dict[str, StoredTensor] = {}
-        self.state: dict[str, Any] = self._replace({"model": dict(value)} if is_state_dict else dict(value), ())
+        self.state = self._replace({"model": dict(value)} if is_state_dict else dict(value), (), layout)
 
-    def pieces(self, name: str) -> Sequence[Box]:
-        """Return boxes that are each contiguous in the file; the whole tensor if none is."""
-        stored = self._stored[name]
-        box = Box((0,) * len(stored.shape), stored.shape)
-        return cut_pieces(box, stored.dtype, piece_bytes_max=self._piece_bytes_max) if stored.is_contiguous else [box]
-
-    def read_bytes(self, name: str, box: Box) -> int:
-        """Return the size of the box, or of the whole storage."""
-        stored = self._stored[name]
-        return size_of(box, stored.dtype) if stored.is_contiguous else stored.length
-
-    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """Return the values of boxes; one GET per box and 8 MiB."""
-        found = [self._stored[name] for name, _ in parts]
-        ranges = [
-            stored_range(FileRange(self._file, 0, self.reader.sizes[self._file]), one, box)
-            for one, (_, box) in zip(found, parts, strict=True)
-        ]
-        return [
-            restore(one, box, data) for one, (_, box), data in zip(found, parts, self.reader.read(ranges), strict=True)
-        ]
-
-    def _replace(self, value: Any, path: tuple[str, ...], *, is_read: bool = False) -> Any:
+    def _replace(self, value: Any, path: tuple[str, ...], layout: Layout, *, is_read: bool = False) -> Any:
         """Return a value with tensors on the meta device, and note their places by their names.
 
         Tensors in a tuple, which torch's planner takes for one object, are read.
         """
         if isinstance(value, dict):
-            return {key: self._replace(one, (*path, str(key)), is_read=is_read) for key, one in value.items()}
+            return {key: self._replace(one, (*path, str(key)), layout, is_read=is_read) for key, one in value.items()}
         if isinstance(value, (list, tuple)):
             is_read = is_read or isinstance(value, tuple)
-            found = [self._replace(one, (*path, str(n)), is_read=is_read) for n, one in enumerate(value)]
+            found = [self._replace(one, (*path, str(n)), layout, is_read=is_read) for n, one in enumerate(value)]
             return tuple(found) if isinstance(value, tuple) else found
         if not isinstance(value, torch.Tensor):
             return value
-        stored, name = find_stored(value, self._layout), ".".join(path)
-        if stored is None or stored.start + stored.length > self.reader.sizes[self._file]:
+        stored, name = find_stored(value, layout), ".".join(path)
+        if stored is None:
             raise InvalidArgumentError(
                 f"A tensor of the file is no plain one, or another tool than torch has packed the file. {_INSTEAD}",
-                file=self._file,
+                file=layout.span.file,
                 tensor=name,
                 layout=value.layout,
             )
-        self._stored[name] = stored
-        if is_read:
-            return self.read([(name, Box((0,) * len(stored.shape), stored.shape))])[0]
-        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-
-
-def stored_range(span: FileRange, stored: StoredTensor, box: Box) -> FileRange:
-    """Return the bytes of a box of a stored tensor; of one that is not contiguous those of the storage."""
-    item = stored.dtype.itemsize
-    if not stored.is_contiguous:
-        return FileRange(span.file, span.start + stored.start, stored.length)
-    first = stored.first + first_element(stored.shape, box.offsets)
-    return FileRange(span.file, span.start + stored.start + first * item, box.elements * item)
-
-
-def restore(stored: StoredTensor, box: Box, data: memoryview) -> torch.Tensor:
-    """Return the values of a box, of the bytes that `stored_range` names."""
-    if not box.elements:
-        return torch.empty(box.sizes, dtype=stored.dtype)
-    if stored.is_contiguous:
-        return tensor_from(data, stored.dtype, box.sizes)
-    flat = tensor_from(data, stored.dtype, (stored.length // stored.dtype.itemsize,))
-    try:
-        return flat.as_strided(stored.shape, stored.strides, stored.first).contiguous()
-    except RuntimeError as error:
-        raise InvalidArgumentError(
-            "An expanded tensor of the source does not fit into the memory of this process.", shape=stored.shape
-        ) from error
+        self.chunks[name] = [(Box((0,) * len(stored.shape), stored.shape), stored)]
+        meta = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        return self.read_whole(name, meta) if is_read else meta

@@ -23,18 +23,11 @@ from dcp_remote.format.json_tree import COLLISIONS_MAX, DEPTH_MAX
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 from dcp_remote.serialization.files import unwrap_marked
-from dcp_remote.serialization.pickle_validator import DamagedStreamError, UnsafeStreamError
+from dcp_remote.serialization.restricted_unpickler import DamagedStreamError, UnsafeStreamError
 from dcp_remote.serialization.torch_streams import load_restricted, load_trusted
-from dcp_remote.transfer.checkpoint import size_of
-from dcp_remote.transfer.ranges import FileRange, RangeReader, cut_pieces, require_range, require_shape
-from dcp_remote.transfer.torch_file_source import (
-    StoredTensor,
-    find_stored,
-    load_layout,
-    require_walkable,
-    restore,
-    stored_range,
-)
+from dcp_remote.transfer.ranges import FileRange, RangeReader, require_range, require_shape
+from dcp_remote.transfer.tensor_source import Source
+from dcp_remote.transfer.torch_file_source import find_stored, load_layout, require_walkable
 
 TORCH_METADATA_FILE = ".metadata"
 
@@ -81,13 +74,8 @@ _OPCODES = frozenset(
 _INDEX_MAX = 10_000
 
 
-class TorchSource:
+class TorchSource(Source):
     """State of torch's distributed checkpoint, under its own keys.
-
-    Args:
-        reader: Reader of the folder.
-        allow_pickle: True to load objects that need code.
-        piece_bytes_max: Bytes of a chunk that are read at once; one that is not contiguous is read whole.
 
     Attributes:
         object_ranges: Streams of the objects, by name.
@@ -97,8 +85,8 @@ class TorchSource:
 
     def __init__(self, reader: RangeReader, *, allow_pickle: bool, piece_bytes_max: int) -> None:
         """Read the metadata, the objects, and the beginning and end of large chunks; check that all files are there."""
-        self.url = reader.store.url
-        self.reader, self._allow_pickle, self._piece_bytes_max = reader, allow_pickle, piece_bytes_max
+        super().__init__(reader, piece_bytes_max=piece_bytes_max)
+        self._allow_pickle = allow_pickle
         try:
             self._open(_load_metadata(reader))
         except (DcpRemoteError, MemoryError):
@@ -117,26 +105,18 @@ class TorchSource:
             if _is_plain(entry):
                 require_shape(entry.size, entry.properties.dtype, url=self.url, tensor=name)
                 self._require_tiled(name, entry, comparisons)
-        # Boxes and streams of the chunks of each tensor.
-        self._chunks: dict[str, list[tuple[Box, FileRange]]] = {
-            name: [
-                (box, self._require(spans, MetadataIndex(name, torch.Size(box.offsets))))
                 # An empty chunk may be listed again.
-                for box in dict.fromkeys(Box(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks)
-            ]
-            for name, entry in entries.items()
-            if _is_plain(entry)
-        }
-        self._stored = self._find_places()
-        # Chunk of each piece.
-        self._whole: dict[tuple[str, Box], tuple[Box, FileRange]] = {}
+                boxes = dict.fromkeys(Box(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks)
+                self.chunks[name] = [
+                    (box, self._require(spans, MetadataIndex(name, torch.Size(box.offsets)))) for box in boxes
+                ]
+        self._find_places()
         self.object_ranges = {
             name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)
         }
         values = self._load_objects(self.object_ranges)
         paths = metadata.planner_data or {}
         index_max = _INDEX_MAX + len(entries)
-        self.state: dict[str, Any] = {}
         for name, entry in entries.items():
             value = values.get(name)
             if _is_plain(entry):
@@ -147,42 +127,12 @@ class TorchSource:
                 raise self._corrupt("The metadata give an entry a place in the state that is not its name.", name)
             set_element(self.state, path, value)
 
-    def pieces(self, name: str) -> Sequence[Box]:
-        """Return the chunks that were saved; large ones cut."""
-        pieces: list[Box] = []
-        for box, span in self._chunks[name]:
-            stored = self._stored.get(span)
-            parts = [box]
-            if stored is not None and stored.is_contiguous:
-                parts = cut_pieces(box, stored.dtype, piece_bytes_max=self._piece_bytes_max)
-            self._whole.update(((name, part), (box, span)) for part in parts)
-            pieces += parts
-        return pieces
-
-    def read_bytes(self, name: str, box: Box) -> int:
-        """Return the size of the box, or of the stream of its chunk."""
-        _, span = self._whole[name, box]
-        stored = self._stored.get(span)
-        return size_of(box, stored.dtype) if stored is not None and stored.is_contiguous else span.length
-
-    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """Return the values of boxes; one GET per box and 8 MiB."""
-        ranges: list[FileRange] = []
-        found = [(name, box, *self._whole[name, box]) for name, box in parts]
-        for _, box, whole, span in found:
-            stored = self._stored.get(span)
-            ranges.append(span if stored is None else stored_range(span, stored, box.relative_to(whole.offsets)))
-        tensors: list[torch.Tensor] = []
-        for (name, box, whole, span), data in zip(found, self.reader.read(ranges), strict=True):
-            stored = self._stored.get(span)
-            if stored is not None:
-                tensors.append(restore(stored, box.relative_to(whole.offsets), data))
-                continue
-            value = self._decode(name, data)
-            if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.sizes:
-                raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
-            tensors.append(value.resolve_conj().resolve_neg())
-        return tensors
+    def decode_chunk(self, name: str, box: Box, data: memoryview) -> torch.Tensor:
+        """Return the tensor of a small stream, or of one that is no plain tensor."""
+        value = self._decode(name, data)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.sizes:
+            raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
+        return value.resolve_conj().resolve_neg()
 
     def _span(self, index: MetadataIndex, info: Any) -> FileRange:
         extensions = getattr(info, "transform_descriptors", None)
@@ -215,25 +165,23 @@ class TorchSource:
         if why is not None:
             raise self._corrupt(f"The chunks of a tensor are not together the tensor: {why}.", name)
 
-    def _find_places(self) -> dict[FileRange, StoredTensor]:
-        """Return the places of the tensors in the streams of large chunks; others are read whole."""
+    def _find_places(self) -> None:
+        """Find the places of the tensors in the streams of large chunks; others are read whole."""
         large = [
-            (name, box, span)
-            for name, chunks in self._chunks.items()
-            for box, span in chunks
-            if span.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)  # to decode a stream takes four times its size
+            (name, number, box, place)
+            for name, chunks in self.chunks.items()
+            for number, (box, place) in enumerate(chunks)
+            # To decode a stream takes four times its size.
+            if isinstance(place, FileRange) and place.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            layouts = list(pool.map(lambda one: load_layout(self.reader, one[2]), large))
-        found: dict[FileRange, StoredTensor] = {}
-        for (name, box, span), layout in zip(large, layouts, strict=True):
+            layouts = list(pool.map(lambda one: load_layout(self.reader, one[3]), large))
+        for (name, number, box, _), layout in zip(large, layouts, strict=True):
             stored = find_stored(layout.value, layout)
-            if stored is None:
-                continue
-            if stored.shape != box.sizes or stored.start + stored.length > span.length:
-                raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
-            found[span] = stored
-        return found
+            if stored is not None:
+                if stored.shape != box.sizes:
+                    raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
+                self.chunks[name][number] = box, stored
 
     def _load_objects(self, spans: Mapping[str, FileRange]) -> dict[str, Any]:
         streams = self.reader.read(list(spans.values()))
@@ -244,12 +192,12 @@ class TorchSource:
             value = load_trusted(bytes(data)) if self._allow_pickle else load_restricted(bytes(data))
         except UnsafeStreamError as error:
             raise UnsafeObjectError(
-                "An object needs code to load. Pass allow_pickle=True if you trust the checkpoint.",
+                "An object needs code to load.",
                 url=self.url,
                 object=name,
                 types=", ".join(error.type_names),
                 cause=error,
-            ) from error
+            ).advise(allow_pickle="allow_pickle=True loads it, if you trust the checkpoint") from error
         except DamagedStreamError as error:
             raise self._corrupt(f"A stream of torch.save is damaged: {error}.", name) from error
         require_walkable(value, len(data), url=self.url, object=name)

@@ -7,6 +7,7 @@ checkpoint by the command line; the only allowed results are the saved values, o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 
 from dcp_remote import RemoteReader, RemoteWriter, load
-from dcp_remote.cli import show
+from dcp_remote.cli.output import Output
+from dcp_remote.cli.show import show
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError
 from dcp_remote.format.columns import decode_column, encode_bytes
 from dcp_remote.format.document import seal, unseal
@@ -134,8 +136,8 @@ def _load_rows(attacked: Bucket) -> None:
 
 def show_text(attacked: Bucket, *, as_json: bool = False, patterns: Sequence[str] = ("*",)) -> str:
     """Return the output of `dcp-remote show`."""
-    out = io.StringIO()
-    show.run(attacked.store.url, storage_options={}, step=None, patterns=patterns, as_json=as_json, out=out)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        show(Output(as_json=as_json), attacked.store.url, key=patterns)
     return out.getvalue()
 
 

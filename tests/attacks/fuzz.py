@@ -26,7 +26,11 @@ MODULES = {
     "envelope": ["dcp_remote.format.document"],
     "json": [*_TEXT, *(f"dcp_remote.serialization.{name}_tags" for name in ("python", "class", "numpy", "torch"))],
     "raw": [*_TEXT, *(f"dcp_remote.serialization.{name}_tags" for name in ("python", "numpy", "torch"))],
-    "program": ["dcp_remote.serialization.pickle_validator", "dcp_remote.serialization.torch_streams", "pickletools"],
+    "program": [
+        "dcp_remote.serialization.restricted_unpickler",
+        "dcp_remote.serialization.torch_streams",
+        "pickletools",
+    ],
     "zip": ["dcp_remote.serialization.torch_streams", "zipfile"],
     "url": ["dcp_remote.storage.url"],
 }

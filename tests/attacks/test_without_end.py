@@ -22,6 +22,9 @@ HASH_MODULUS = 2**61 - 1
 
 THOUSANDS = b"](" + b"".join(integer(n) for n in range(10_000)) + b"e"
 STRIDELESS = tensor(10**12, 0)
+STORAGE = b"(" + word("storage") + named("torch", "FloatStorage") + word("0") + word("cpu") + integer(1) + b"tQ"
+HOOKS = b"\x89" + call("collections", "OrderedDict", b"")
+LISTS = b"](K\x01K\x01eq\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(40))
 
 PROGRAMS: dict[str, bytes] = {
     "a tuple of 2**60 as a key": b"}" + doubled(60) + b"K\x01s",
@@ -37,7 +40,11 @@ PROGRAMS: dict[str, bytes] = {
     + b"K\x00tQ",
     "as a shape": call("torch", "Size", doubled(60)),
     "10,000 sets of one list": THOUSANDS + b"q\x00](" + call("__builtin__", "set", b"h\x00") * 10_000 + b"e",
-    "10,000 counters of one dict": b"}q\x00](" + call("collections", "Counter", b"h\x00") * 10_000 + b"e",
+    "10,000 counters of one dict": b"}q\x00("
+    + b"".join(integer(n) * 2 for n in range(10_000))
+    + b"u]("
+    + call("collections", "Counter", b"h\x00") * 10_000
+    + b"e",
     "a set of a text": call("__builtin__", "set", word("abc")),
     "10,000 copies of one text": word("a" * 10_000)
     + b"q\x00]("
@@ -52,6 +59,27 @@ PROGRAMS: dict[str, bytes] = {
     "a counter of one": call("collections", "Counter", STRIDELESS),
     "an OrderedDict of one": call("collections", "OrderedDict", STRIDELESS),
     "sizes of one": call("torch", "Size", STRIDELESS),
+    "a shape of one": call("torch._utils", "_rebuild_tensor_v2", STORAGE + b"K\x00" + STRIDELESS * 2 + HOOKS),
+    "a terabyte in an empty storage": tensor(10**12, 1, items=0),
+    "a terabyte in four bytes": tensor(10**12, 1),
+    "a terabyte behind four bytes": call(
+        "torch._utils", "_rebuild_tensor_v2", STORAGE + integer(10**12) + b"K\x01\x85K\x01\x85" + HOOKS
+    ),
+    "10,000 sets of one long tuple": b"](("
+    + b"".join(integer(n) for n in range(10_000))
+    + b"teq\x00]("
+    + call("__builtin__", "set", b"h\x00") * 10_000
+    + b"e",
+    "scales in lists of lists": call(
+        "torch._utils",
+        "_rebuild_qtensor",
+        STORAGE.replace(b"FloatStorage", b"QInt8Storage")
+        + b"K\x00K\x01\x85K\x01\x85("
+        + named("torch", "per_channel_affine")
+        + LISTS * 2
+        + b"K\x00t"
+        + HOOKS,
+    ),
     "a sparse tensor of them": call(
         "torch._utils",
         "_rebuild_sparse_tensor",
@@ -76,7 +104,7 @@ PROGRAMS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_stream(name: str) -> None:
-    """A stream is refused before any of it is executed, in memory of about its own length."""
+    """A stream is refused in memory of about its own length."""
     count("attacks")
     data = stream(PROGRAMS[name], d0=b"1234")
     tracemalloc.start()

@@ -103,9 +103,9 @@ class Campaign:
 
     def catalog(self) -> Catalog:
         """Read the catalog."""
-        seen = read_catalog(self.store())
-        assert seen is not None, "there is a run"
-        return seen.catalog
+        catalog = read_catalog(self.store())
+        assert catalog is not None, "there is a run"
+        return catalog
 
     # ---- jobs
 
@@ -164,10 +164,10 @@ class Campaign:
 
     def expected(self, restore_step: int | None = None) -> Entry | None:
         """Return the entry that a job started now will restore; None if there is no run yet."""
-        seen = read_catalog(self.store())
-        if seen is None:
+        catalog = read_catalog(self.store())
+        if catalog is None:
             return None
-        return seen.catalog.latest() if restore_step is None else seen.catalog.entry_at(restore_step)
+        return catalog.latest() if restore_step is None else catalog.entry_at(restore_step)
 
     def advance(self, steps: int = SAVE_EVERY) -> int:
         """Let the job train so many more steps; return the first of them at which it saves."""

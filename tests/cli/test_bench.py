@@ -1,32 +1,44 @@
-"""Tests of `dcp-remote bench` through its command line."""
+"""Tests of `dcp-remote bench` through its command line: true, bounded in bytes, and without objects left."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from dcp_remote.cli import main
-from dcp_remote.cli.bench import parse_bytes
+from dcp_remote.cli.arguments import parse_bytes
+from dcp_remote.cli.bench import Rate, Report, find_limit
 from dcp_remote.common.units import MiB
-from dcp_remote.storage import Buffer, LocalStore, Version, open_store
+from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
+from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_store
 from dcp_remote.storage.base import Condition
+from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 from tests.benchmark.server.server import BenchServer, bench_server
 from tests.benchmark.server.shape import Shape
 
 BYTES = ["--bytes", "4MiB"]
+PARALLEL = [1, 2, 4, 8, 16]
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Path:
-    return tmp_path / "report.json"
+def memory() -> MemoryStore:
+    return MemoryStore(f"bench-{os.urandom(4).hex()}")
+
+
+def bench(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Measure a store, through the command line."""
+    monkeypatch.setattr("dcp_remote.cli.bench.open_store", lambda url, options: store)
+    return main(["bench", "memory://bench", *BYTES, *options])
 
 
 def arguments(server: S3Server) -> list[str]:
@@ -36,63 +48,45 @@ def arguments(server: S3Server) -> list[str]:
     return ["--endpoint-url", endpoint_url, *options, *BYTES]
 
 
-def test_measures_reports_and_cleans_up(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Measure a moto bucket: the report holds neither bucket, endpoint nor credentials, and no object is left."""
+def test_prints_measurements_and_cleans_up(s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text: a line for each measurement, and the conclusion; no object is left."""
+    s3_server.create_bucket("measured")
+    assert main(["bench", "s3://measured/some/run", *arguments(s3_server)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("s3://measured/some/run/bench-")
+    assert lines[1].startswith("latency ")
+    assert lines[2] == "conditional writes work"
+    assert [int(line.split()[0]) for line in lines[4:9]] == PARALLEL
+    assert lines[9].startswith("requests sent again 0 of ")
+    assert "Upload: " in lines[-1]
+    assert "Download: " in lines[-1]
+    assert list(open_store("s3://measured", s3_server.storage_options).list()) == []
+
+
+def test_report_can_be_published(s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """As JSON: it holds neither bucket, endpoint nor credentials."""
     bucket = "a-bucket-to-measure"
     s3_server.create_bucket(bucket)
-    url = f"s3://{bucket}/some/run"
-    assert main(["bench", url, *arguments(s3_server), "--output", str(report)]) == 0
-    said = capsys.readouterr().out
-    assert "create-if-absent     works" in said
-    assert "compare-and-swap     works" in said
-    assert list(open_store(f"s3://{bucket}", s3_server.storage_options).list()) == []
-    text = report.read_text()
-    told = json.loads(text)
-    assert told["limit"] in said
-    assert told["name"] is None
-    assert len(told["measured"]["up"]) == 5
-    # Small reads, with eight before them to open connections; one to warm up; and two objects for each connection.
-    assert told["ranges_read"] == {"direct": 135, "refused": 0, "broken": 0, "after_breaks": 0, "skipped": 0}
-    assert "ranges read directly 135 of 135\n" in said
+    assert main(["bench", f"s3://{bucket}/some/run", *arguments(s3_server), "--json"]) == 0
+    text = capsys.readouterr().out
+    report = json.loads(text)
+    assert [rate["parallel"] for rate in report["measured"]["up"]] == PARALLEL
+    assert report["measured"]["conditional_writes"] is True
+    assert report["scheme"] == "s3"
     for secret in (bucket, "some/run", *map(str, s3_server.storage_options.values())):
         assert secret not in text or secret == "us-east-1"
 
 
-def test_ranges_that_are_not_read_directly(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refuse signed URLs: the output counts the ranges that obstore had to read."""
-    objects: dict[str, bytes] = {}
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        path, _, query = request.path.partition("?")
-        headers = {"ETag": '"1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
-        if request.method == "PUT":
-            if path in objects and {"if-match", "if-none-match"} & set(request.headers):
-                return HttpAnswer(412)
-            objects[path] = request.body
-            return HttpAnswer(200, b"", headers)
-        if "X-Amz-Signature" in query:
-            return HttpAnswer(403)
-        if request.method == "POST":
-            return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
-        if "range" not in request.headers:
-            return HttpAnswer(404)
-        first, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
-        body = objects[path]
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"
-        return HttpAnswer(206, body[first : last + 1], headers)
-
-    with scripted_server(answer) as server:
-        options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
-        main(["bench", "s3://bucket/run", *options, "--option", "region=us-east-1", *BYTES, "--output", str(report)])
-    said = capsys.readouterr().out
-    assert "ranges read directly 0 of 135; the others were read by obstore, which needs more CPU (" in said
-
-
-def test_local_folder_with_a_name(tmp_path: Path, report: Path) -> None:
-    """Measure a local folder: the report has the name that the user gave."""
-    assert main(["bench", str(tmp_path / "run"), *BYTES, "--name", "laptop", "--output", str(report)]) == 0
-    assert json.loads(report.read_text())["name"] == "laptop"
-    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+def test_measures_within_its_bytes(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Count the requests by a store outside: no more bytes than allowed in either direction, and none uncounted."""
+    counting = CountingStore(memory)
+    assert bench(counting, monkeypatch, "--json") == 0
+    assert 3.9 * MiB < counting.counts.put_bytes <= 4 * MiB
+    assert counting.counts.got_bytes == counting.counts.put_bytes
+    assert json.loads(capsys.readouterr().out)["measured"]["requests"] == counting.counts.requests
+    assert list(memory.list()) == []
 
 
 @pytest.mark.parametrize(
@@ -110,22 +104,37 @@ def test_wrong_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: argument --bytes: not a size like 8MiB, 64KB or 268435456" in capsys.readouterr().err
 
 
-def test_too_few_bytes(tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names the option and the least size; nothing is written."""
-    assert main(["bench", str(tmp_path), "--bytes", "1048576", "--output", str(report)]) == 2
-    assert "--bytes must be at least 4128768 (such as 4MiB). bytes=1048576" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--bytes", "1048576"], "--bytes must be at least 4MiB, to measure a bandwidth. bytes=1048576"),
+        (["--seconds", "0"], "--seconds must be a positive number"),
+        (["--seconds", "nan"], "--seconds must be a positive number"),
+    ],
+)
+def test_wrong_calls(options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pass wrong values: refused before anything is written."""
+    assert main(["bench", str(tmp_path), *options]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, says in captured.err) == ("", True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_absent_bucket(s3_server: S3Server, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Name a bucket that does not exist: one line of error, and no report."""
-    assert main(["bench", "s3://no-such-bucket-here/run", *arguments(s3_server), "--output", str(report)]) == 1
+def test_nothing_is_begun_after_its_time(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(memory, monkeypatch, "--seconds", "1e-9") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Time ran out before any bandwidth was measured")
+    assert list(memory.list()) == []
+
+
+def test_absent_bucket(s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "s3://no-such-bucket-here/run", *arguments(s3_server)]) == 1
     assert "bucket does not exist" in capsys.readouterr().err
-    assert not report.exists()
 
 
-def test_read_only_bucket(report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Deny the first put: the error says so, and nothing is deleted."""
+def test_read_only_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+    """Deny all puts: the error says so."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
         if request.method == "HEAD":
@@ -134,113 +143,192 @@ def test_read_only_bucket(report: Path, capsys: pytest.CaptureFixture[str]) -> N
 
     with scripted_server(answer) as server:
         options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
-        assert main(["bench", "s3://bucket/run", *options, *BYTES, "--output", str(report)]) == 1
-        assert {request.method for request in server.requests} <= {"HEAD", "PUT", "GET"}
-    assert "AccessDenied" in capsys.readouterr().err
-    assert not report.exists()
+        assert main(["bench", "s3://bucket/run", *options, *BYTES]) == 1
+    assert "AccessDenied" in capsys.readouterr().err.splitlines()[-1]
+
+
+class Failing(WrappedStore):
+    """Store that carries out a put and then raises, after a number of puts that succeed."""
+
+    def __init__(self, store: ObjectStore, error: BaseException, after: int) -> None:
+        super().__init__(store)
+        self.error, self.left = error, [after]
+
+    def child(self, prefix: str) -> Failing:
+        child = Failing(self._store.child(prefix), self.error, 0)
+        child.left = self.left
+        return child
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        version = self._store.put(key, buffers, condition=condition)
+        self.left[0] -= 1
+        if self.left[0] < 0:
+            raise self.error
+        return version
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 9])
+@pytest.mark.parametrize(
+    ("error", "code"), [(PermissionDeniedError("No."), 1), (StorageError("Broken."), 1), (KeyboardInterrupt(), 130)]
+)
+def test_failures_leave_no_objects(
+    memory: MemoryStore, error: BaseException, code: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fail or interrupt a put in each part, whose answer alone is lost."""
+    assert bench(Failing(memory, error, after), monkeypatch) == code
+    assert list(memory.list()) == []
+
+
+class Keeping(WrappedStore):
+    """Store that denies all deletions."""
+
+    def child(self, prefix: str) -> Keeping:
+        return Keeping(self._store.child(prefix))
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        return dict.fromkeys(keys, PermissionDeniedError("No."))
+
+
+def test_objects_that_cannot_be_deleted(
+    memory: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Deny deletions: the results are complete, a warning names the URL, and the exit code is 1."""
+    assert bench(Keeping(memory), monkeypatch, "--json") == 1
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)["measured"]["up"]) == len(PARALLEL)
+    assert "Some objects could not be deleted" in captured.err
+    (warning,) = caplog.messages
+    assert f"{memory.url}/bench-" in warning
+    assert f"objects={len(list(memory.list()))}" in warning
+
+
+class Lenient(WrappedStore):
+    """Store of a server that ignores conditions."""
+
+    def child(self, prefix: str) -> Lenient:
+        return Lenient(self._store.child(prefix))
+
+    def find_unproven_server(self) -> str:
+        return "http://lenient bucket"
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        return self._store.put(key, buffers)
+
+
+def test_server_that_ignores_conditions_is_a_failure(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The measurements are printed all the same; exit code 1."""
+    assert bench(Lenient(memory), monkeypatch) == 1
+    captured = capsys.readouterr()
+    assert "conditional writes do NOT work" in captured.out
+    assert "Upload: " in captured.out
+    assert "ignores the condition of a write" in captured.err
+    assert list(memory.list()) == []
+
+
+class Busy(WrappedStore):
+    """Store that refuses the first attempt of each read for its rate."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.seen: set[str] = set()
+
+    def child(self, prefix: str) -> Busy:
+        return Busy(self._store.child(prefix))
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        if key not in self.seen:
+            self.seen.add(key)
+            raise TransientStorageError("Slow down.", code="SlowDown")
+        self._store.get_into(key, start, buffer)
+
+
+def test_transient_failures_are_counted(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(Busy(memory), monkeypatch, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["measured"]["requests_again"] == 63  # with the one that is not measured
+    assert report["limit"].endswith("requests had to be sent again.")
+    assert bench(Busy(memory), monkeypatch) == 0
+    assert "; the last because: Slow down." in capsys.readouterr().out
+
+
+# ---- interruptions
 
 
 @contextmanager
-def running_bench(server: BenchServer, report: Path) -> Iterator[subprocess.Popen[str]]:
+def running_bench(server: BenchServer) -> Iterator[subprocess.Popen[str]]:
     """Start the command in its own process, for tests of signals and pipes."""
     options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1", *BYTES]
-    # Signals are reset, because a shell that runs the tests in the background or under nohup ignores them.
+    # The signal is reset, because a shell that runs the tests in the background ignores it.
     code = (
         "import signal, sys; from dcp_remote.cli import main; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-        "sys.exit(main())"
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main())"
     )
-    command = [sys.executable, "-c", code, "bench", "s3://bench/run", *options, "--output", str(report)]
+    command = [sys.executable, "-c", code, "bench", "s3://bench/run", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         yield process
 
 
-@pytest.mark.torture
 @pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
-@pytest.mark.parametrize(
-    ("number", "at"),
-    [
-        (signal.SIGINT, ("4 connections",)),
-        (signal.SIGINT, ("4 connections", "deleting the objects")),
-        (signal.SIGINT, ("deleting the objects",)),
-        (signal.SIGTERM, ("4 connections",)),
-        (signal.SIGHUP, ("4 connections",)),
-    ],
-    ids=str,
-)
-def test_signals_leave_no_objects(report: Path, number: int, at: Sequence[str]) -> None:
-    """Send SIGINT once or repeatedly, also during the deletion, SIGTERM, SIGHUP: no object is left."""
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_interruptions_leave_no_objects(*, is_closed: bool) -> None:
+    """Send SIGINT, or close standard output as `| head` does, in the middle: no object is left."""
     with bench_server(size_bytes=64 * MiB, shape=Shape(latency_ms=10)) as server:
-        with running_bench(server, report) as process:
+        with running_bench(server) as process:
             assert process.stdout is not None
-            assert process.stderr is not None
-            place = process.stdout.readline().partition(": ")[0]
-            for line in process.stdout:
-                told = line.removeprefix("… ").strip()
-                if told in at or told.startswith("16 connections: up"):
-                    server.shape(Shape(latency_ms=500))  # the signal must arrive before the measurement ends
-                if told in at:
-                    process.send_signal(number)
-            assert process.wait(60) == 128 + number
-            assert place.startswith("s3://bench/run/bench-")
-            said = process.stderr.read().splitlines()
-            assert len(said) == len(at)
-            assert all(line.endswith(f"the objects below {place}") for line in said)
+            assert any(line.split()[0] == "2" for line in process.stdout)
+            server.shape(Shape(latency_ms=500))  # the signal must arrive before the measurement ends
+            if is_closed:
+                process.stdout.close()
+            else:
+                process.send_signal(signal.SIGINT)
+            assert process.wait(60) == (1 if is_closed else 130)
         assert server.counts().operations["PutObject"] > 6
         assert list(open_store("s3://bench", server.storage_options).list()) == []
-    assert not report.exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark's server needs Linux")
-def test_closed_pipe_leaves_no_objects(report: Path) -> None:
-    """Close standard output during the measurement, as `| head` does: no object is left."""
-    with bench_server(size_bytes=64 * MiB) as server:
-        with running_bench(server, report) as process:
-            assert process.stdout is not None
-            assert any(line == "… small reads\n" for line in process.stdout)
-            process.stdout.close()
-            assert process.wait(60) == 1
-        assert server.counts().operations["PutObject"] >= 1
-        assert list(open_store("s3://bench", server.storage_options).list()) == []
-    assert not report.exists()
+# ---- the conclusion
 
 
-def test_existing_report_is_not_replaced(tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Start with an existing report: refused before anything is put."""
-    report.write_text("dear")
-    assert main(["bench", str(tmp_path / "run"), *BYTES, "--output", str(report)]) == 1
-    said = capsys.readouterr()
-    assert "exists already" in said.err
-    assert said.out == ""
-    assert report.read_text() == "dear"
-    assert list(tmp_path.iterdir()) == [report]
+def rates(*mib_per_second: float, cpu_share: float = 0.1) -> tuple[Rate, ...]:
+    return tuple(
+        Rate(parallel, int(MiB * speed), 1.0, cpu_share)
+        for parallel, speed in zip(PARALLEL, mib_per_second, strict=False)
+    )
 
 
-def test_store_without_conditional_writes_is_a_failure(
-    tmp_path: Path, report: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ignore conditions in a local store: exit code 1, and the report is written all the same."""
-
-    def put(self: LocalStore, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        return kept(self, key, buffers)
-
-    kept = LocalStore.put
-    monkeypatch.setattr(LocalStore, "put", put)
-    assert main(["bench", str(tmp_path / "run"), *BYTES, "--output", str(report)]) == 1
-    said = capsys.readouterr()
-    assert "does NOT work" in said.out
-    assert "connection" not in said.out
-    assert "ignores the conditions" in said.err
-    assert json.loads(report.read_text())["measured"]["creates_if_absent"] is False
-
-
-def test_wrong_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Pass wrong values: refused before anything is sent."""
-    with pytest.raises(SystemExit) as refused:
-        main(["bench", str(tmp_path), "--bytes", "much"])
-    assert refused.value.code == 2
-    assert main(["bench", str(tmp_path), "--bytes", "10"]) == 2
-    assert main(["bench", str(tmp_path), "--seconds", "0"]) == 2
-    assert main(["bench", str(tmp_path), "--output", str(tmp_path / "no" / "folder.json")]) == 2
-    assert "cannot be written there" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("up", "changes", "says"),
+    [
+        (
+            rates(50, 100, 200, 400, 800),
+            {},
+            "Upload: 50 MiB/s with 1 request at a time, 800 MiB/s with 16 requests at a time, and still growing: each ",
+        ),
+        (rates(50, 100, 200, 400, 800), {"latency_seconds": 0.1}, "and still growing: latency limits. "),
+        (
+            rates(50, 100, 110, 111, 112),
+            {},
+            "Upload: the network or the store limits; 110 MiB/s with 4 requests at a time, and hardly more",
+        ),
+        (rates(50, 100, 110, 111, 112, cpu_share=1.9), {}, "Upload: the CPU of this machine (2 cores) is fully used. "),
+        (rates(50), {}, "Upload: 50 MiB/s with 1 request at a time; there was no time to try more. "),
+        ((), {}, "Time ran out before any bandwidth was measured: give more --seconds."),
+        (
+            rates(50),
+            {"requests_again": 5},
+            "network fails: 5 of 200 requests had to be sent again.",
+        ),
+    ],
+)
+def test_limit(up: Sequence[Rate], changes: dict[str, object], says: str) -> None:
+    report = Report(latency_seconds=0.01, object_bytes=8 * MiB, up=up, down=rates(10, 10), requests=200, cores=2)
+    for name, value in changes.items():
+        setattr(report, name, value)
+    assert says in find_limit(report)

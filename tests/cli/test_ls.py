@@ -17,7 +17,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog, swap
-from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.storage import LocalStore
 from dcp_remote.testing import RecordingStore
 from tests.support.runs import fence, save, thin
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Path:
     save(store, 200, base=100, names=("best",), metrics=(("loss", 0.25),))
     save(store, 300, base=200)
     swap(store, partial(pin_entry, step=200, pin=True), deadline=Deadline(30))
-    thin(Maintenance(store), [100], deadline=Deadline(30))
+    thin(Deletions(store), [100], deadline=Deadline(30))
     fence(store)
     save(store, 250, base=200, abandons=200)
     return tmp_path / "run"
@@ -116,12 +116,12 @@ def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.Captur
     """Put ANSI and C1 sequences, line breaks and direction marks into a catalog: printed in escaped form."""
     store = LocalStore(tmp_path)
     save(store, 1)
-    seen = read_catalog(store)
-    assert seen is not None
+    found = read_catalog(store)
+    assert found is not None
     hostile = replace(
-        seen.catalog.entries[0], names=(HOSTILE,), metrics=((HOSTILE, 1.0),), created=HOSTILE, thinned=(HOSTILE * 9,)
+        found.entries[0], names=(HOSTILE,), metrics=((HOSTILE, 1.0),), created=HOSTILE, thinned=(HOSTILE * 9,)
     )
-    catalog = Catalog(seen.catalog.run_id, revision=9, token=1, entries=(hostile,))
+    catalog = Catalog(found.run_id, revision=9, token=1, entries=(hostile,))
     store.put(CATALOG_KEY, [encode(catalog, "0" * 32)])
     for arguments in ([], ["--json"]):
         assert main(["ls", str(tmp_path), *arguments]) == 0

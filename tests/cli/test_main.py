@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_remote.cli import main
-from dcp_remote.cli.wording import name_options
+from dcp_remote.cli.arguments import name_storage_options
+from dcp_remote.errors import StorageError
+from dcp_remote.storage import MemoryStore
 
 PROGRAM = """
 import signal, sys
@@ -57,10 +59,15 @@ def test_storage_options_are_numbers_and_flags(
 
 def test_a_secret_of_digits_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only limits and times become numbers."""
-    seen = {}
-    monkeypatch.setattr("dcp_remote.cli.ls.run", lambda url, *, storage_options, **_: seen.update(storage_options))
+    seen: dict[str, object] = {}
+
+    def open_store(url: str, storage_options: Mapping[str, object]) -> MemoryStore:
+        seen.update(storage_options)
+        raise StorageError("Enough.")
+
+    monkeypatch.setattr("dcp_remote.cli.ls.open_store", open_store)
     options = ["aws_secret_access_key=123", "connect_timeout_seconds=2.5", "verify=False", "key=a=b"]
-    assert main(["ls", "s3://bucket/run", *(f"--option={option}" for option in options)]) == 0
+    assert main(["ls", "s3://bucket/run", *(f"--option={option}" for option in options)]) == 1
     assert seen == {"aws_secret_access_key": "123", "connect_timeout_seconds": 2.5, "verify": False, "key": "a=b"}
 
 
@@ -90,17 +97,17 @@ def test_messages_name_options_of_the_command_line(
     [
         ("set storage_options['region_name'] (or …) to", "set --region (or …) to"),
         ("Give storage_options['verify'].", "Give --option verify."),
-        ("quotes (storage_options={'etag_quotes': False}).", "quotes (--option etag_quotes=False)."),
+        ("quotes (storage_options['etag_quotes'] = False).", "quotes (--option etag_quotes=false)."),
         (
-            "Give storage_options['profile_name'], or 'aws_access_key_id'",
+            "Give storage_options['profile_name'], or storage_options['aws_access_key_id']",
             "Give --profile, or --option aws_access_key_id",
         ),
-        ("For a public bucket give 'anon': True.", "For a public bucket give --option anon=true."),
+        ("For a public bucket give storage_options['anon'] = True.", "For a public bucket give --option anon=true."),
         ("Unknown name in storage_options for s3 URLs.", "Unknown name in --option for s3 URLs."),
     ],
 )
 def test_wording(message: str, named: str) -> None:
-    assert name_options(message) == named
+    assert name_storage_options(message) == named
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,11 @@ def test_wording(message: str, named: str) -> None:
             "dcp-remote ls: error: unknown option --enpoint-url; similar: --endpoint-url",
         ),
         (["rm", "s3://bucket/run", "--stp=5"], "dcp-remote rm: error: unknown option --stp; similar: --step"),
-        (["bench", "s3://bucket/run", "--json"], "dcp-remote bench: error: unknown option --json"),
+        (["bench", "s3://bucket/run", "--jsn"], "dcp-remote bench: error: unknown option --jsn; similar: --json"),
+        (
+            ["show", "s3://bucket/run", "--option", "nonsense"],
+            "dcp-remote show: error: argument --option: must have the form NAME=VALUE; one has no equals sign",
+        ),
         (["pin", "s3://bucket/run", "5", "--xyz"], "dcp-remote pin: error: unknown option --xyz"),
         (["pin", "s3://bucket/run", "5", "6"], "dcp-remote pin: error: unrecognized arguments: 6"),
         (["pin", "--", "s3://bucket/run", "5", "--undo"], "dcp-remote pin: error: unrecognized arguments: --undo"),

@@ -24,9 +24,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def catalog(run: Path) -> Catalog:
-    seen = read_catalog(LocalStore(run))
-    assert seen is not None
-    return seen.catalog
+    found = read_catalog(LocalStore(run))
+    assert found is not None
+    return found
 
 
 def test_pins_and_unpins(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

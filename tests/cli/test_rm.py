@@ -14,7 +14,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import PermissionDeniedError, StorageError
 from dcp_remote.format.catalog import CATALOG_KEY, pin_entry
 from dcp_remote.run.catalog_store import read_catalog, swap
-from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.storage import LocalStore
 from tests.support.runs import begin, save
 
@@ -36,9 +36,9 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 def live(run: Path) -> list[int]:
-    seen = read_catalog(LocalStore(run))
-    assert seen is not None
-    return [entry.step for entry in seen.catalog.entries]
+    found = read_catalog(LocalStore(run))
+    assert found is not None
+    return [entry.step for entry in found.entries]
 
 
 def test_prints_what_it_would_delete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +171,7 @@ def test_objects_beyond_the_first_refusal_are_counted(
 ) -> None:
     """Deny deletions, an object per request: one request is sent, and the error counts the objects of all requests."""
     monkeypatch.setattr("dcp_remote.cli.rm.open_store", lambda url, options: KeepingStore(url))
-    monkeypatch.setattr(Maintenance, "delete", partialmethod(Maintenance.delete, batch=1))
+    monkeypatch.setattr(Deletions, "delete", partialmethod(Deletions.delete, batch=1))
     assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("An injected") == 1

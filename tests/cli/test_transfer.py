@@ -79,16 +79,21 @@ def test_renames(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(load_file(f"{out}/model.safetensors")) == ["layer.weight"]
     capsys.readouterr()
     for options, says in (
-        (["--rename=w"], "--rename must have the form OLD=NEW; one has no equals sign."),
-        (["--option=secret:hunter2"], "--option must have the form NAME=VALUE; one has no equals sign.\n"),
-        (["--rename=w=", "--rename=b="], "--rename leaves out all tensors. Leave out some alone."),
-        (["--rename=w=b"], "one name. Leave the other out by --rename NAME=."),
-        (["--rename=v=x"], "--rename takes names of the checkpoint"),
-        (["--rename==x"], "--rename takes names of the checkpoint"),
-        (["--rename=w=__metadata__"], "Rename it, or leave it out by --rename NAME=."),
-        (["--rename=w=x", "--kind=torch"], "--rename and --key are for --kind safetensors"),
+        (["--rename=w=", "--rename=b="], "rename leaves out all tensors. Leave out some alone."),
+        (["--rename=w=b"], "one name. Leave the other out. Options: --rename ("),
+        (["--rename=v=x"], "rename takes names of the checkpoint"),
+        (["--rename==x"], "rename takes names of the checkpoint"),
+        (["--rename=w=__metadata__"], "Rename it, or leave it out. Options: --rename ("),
+        (["--rename=w=x", "--kind=torch"], "rename and key are for safetensors"),
     ):
         assert main(["export", run, f"{out}-2", *options]) == 2
+        assert says in capsys.readouterr().err
+    for options, says in (
+        (["--rename=w"], "error: argument --rename: must have the form OLD=NEW; one has no equals sign\n"),
+        (["--option=secret:hunter2"], "argument --option: must have the form NAME=VALUE; one has no equals sign\n"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", run, f"{out}-2", *options])
         assert says in capsys.readouterr().err
     assert not Path(f"{out}-2").exists()
 
@@ -121,9 +126,12 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["import", str(tmp_path / "nowhere"), run, "--step", "1"], 1, "no such folder"),
         (["import", str(weights), "s3:/bucket/run", "--step", "1"], 2, "s3://bucket/run"),
         (["import", str(weights), run, "--step", "-1"], 2, "step"),
-        (["import", str(weights), run, "--step", "1", "--source-option", "x"], 2, "NAME=VALUE"),
         (["import", str(weights), run, "--step", "1"], 0, ""),
-        (["import", str(weights), run, "--step", "1"], 1, "pass --overwrite"),
+        (
+            ["import", str(weights), run, "--step", "1"],
+            1,
+            "--overwrite (replace the checkpoint of this step).",
+        ),
         (["import", str(weights), run, "--step", "0"], 2, "Import to a step above 1, or into another run."),
         (["export", run, "s3://bucket/out"], 2, "local folder"),
         (["export", run, str(tmp_path)], 2, "not empty"),
@@ -131,7 +139,7 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (
             ["export", run, str(tmp_path / "out"), "--dtype", "int8"],
             2,
-            "dcp-remote: --dtype must be a floating-point dtype, such as bfloat16. dtype='int8'",
+            "dcp-remote: dtype must be a floating-point dtype of torch, such as bfloat16. dtype='int8'",
         ),
         (["export", run, str(tmp_path / "out"), "--step", "9"], 1, "9"),
     ]
@@ -141,7 +149,11 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert errors.startswith("dcp-remote: ") is (code > 0)
         assert text in errors
         assert errors.count("\n") == (code > 0)
-    for wrong in (["import", str(weights), run], ["export", run, "out", "--kind", "onnx"]):
+    for wrong in (
+        ["import", str(weights), run],
+        ["import", str(weights), run, "--step", "1", "--source-option", "x"],
+        ["export", run, "out", "--kind", "onnx"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)
 

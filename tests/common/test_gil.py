@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_remote import CheckpointManager, RemoteWriter
 from dcp_remote.common.gil import short_switch_interval
+from dcp_remote.saving.plan_cache import RunPlanner
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ def test_rounding_does_not_accumulate() -> None:
         assert sys.getswitchinterval() == before
 
 
-def test_a_save_lowers_the_interval(tmp_path: Path) -> None:
+def test_a_save_lowers_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Record the interval in the planner, which is called for each tensor that is read from the state."""
     seen = []
 
@@ -87,8 +88,12 @@ def test_a_save_lowers_the_interval(tmp_path: Path) -> None:
             seen.append(seconds())
             return super().resolve_data(write_item)
 
+    class Recording(Planner, RunPlanner):
+        """The same for a manager."""
+
     dcp.save({"w": torch.ones(3)}, storage_writer=RemoteWriter(tmp_path / "alone"), planner=Planner(), no_dist=True)
+    monkeypatch.setattr(CheckpointManager, "_make_planner", lambda _: Recording())
     with CheckpointManager(tmp_path / "run") as checkpoints:
-        checkpoints.save(1, {"w": torch.ones(3)}, planner=Planner(), wait=True)
+        checkpoints.save(1, {"w": torch.ones(3)}, wait=True)
     assert seen == [0.001] * 2
     assert seconds() == 0.005

@@ -223,7 +223,7 @@ def go_on(path: Path, living: Sequence[int], shards: State) -> tuple[BaseExcepti
             checkpoints.wait()
         except Exception as error:  # noqa: BLE001  # torch's own planner sees it first, on the new coordinator
             refused = error
-        steps = checkpoints.steps()
+        steps = checkpoints.run.steps()
     return refused, steps
 
 

@@ -6,7 +6,6 @@ import math
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_remote import LocalBoxes
-from dcp_remote.saving.plan_cache import plan_all
 from tests.distributed.managed import State, ended, managing
 from tests.distributed.planning import scatters_counted
 
@@ -65,16 +63,11 @@ class Partition:
                 box.copy_(whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, box.shape, strict=True))])
 
 
-def save_partitions(path: Path, wait: bool) -> tuple[list[int], int]:
-    """Save two steps, the memory overwritten meanwhile.
-
-    Returns:
-        How often plans were exchanged for each, and how often torch's planner planned for all ranks.
-    """
+def save_partitions(path: Path, wait: bool) -> list[int]:
+    """Save two steps, the memory overwritten meanwhile; return how often plans were exchanged for each."""
     partition = Partition()
     exchanged = []
-    torchs_plans = mock.patch("dcp_remote.manager.save_planning.plan_all", wraps=plan_all)
-    with managing(path) as manager, scatters_counted() as count, torchs_plans as planned:
+    with managing(path) as manager, scatters_counted() as count:
         for step in (1, 2):
             count[0] = 0
             partition.fill(parameters(step))
@@ -82,7 +75,7 @@ def save_partitions(path: Path, wait: bool) -> tuple[list[int], int]:
             partition.memory.fill_(-2)
             manager.wait()
             exchanged.append(count[0])
-    return exchanged, planned.call_count
+    return exchanged
 
 
 def restore_partitions(path: Path, step: int) -> bool:

@@ -6,29 +6,29 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, load
+from dcp_remote import CheckpointManager, PerRank, RandomStates, RemoteLoadPlanner, load
 from dcp_remote.coordination import heartbeat
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
 from dcp_remote.manager.coordinator import Coordinator
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
@@ -358,7 +358,7 @@ class NeedsCode:
     """Object that only code can load."""
 
 
-class BrokenSavePlanner(DefaultSavePlanner):
+class BrokenSavePlanner(RunPlanner):
     """Raises in one of its methods."""
 
     def __init__(self, method: str, error: Exception) -> None:
@@ -377,10 +377,6 @@ class BrokenSavePlanner(DefaultSavePlanner):
         self._break("create_local_plan")
         return super().create_local_plan()
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self._break("create_global_plan")
-        return super().create_global_plan(all_plans)
-
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self._break("finish_plan")
         return super().finish_plan(new_plan)
@@ -388,29 +384,6 @@ class BrokenSavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         self._break("resolve_data")
         return super().resolve_data(write_item)
-
-
-class BrokenLoadPlanner(DefaultLoadPlanner):
-    """Raises in one of its methods; says something to all ranks in any case."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__()
-        self._method = method
-
-    def create_local_plan(self) -> LoadPlan:
-        if self._method == "create_local_plan":
-            raise ZeroDivisionError("in create_local_plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        if self._method == "create_global_plan":
-            raise ZeroDivisionError("in create_global_plan")
-        return super().create_global_plan(global_plan)
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        if self._method == "finish_plan":
-            raise ZeroDivisionError("in finish_plan")
-        return super().finish_plan(new_plan)
 
 
 class SwitchedStore(WrappedStore):
@@ -451,7 +424,6 @@ SAVE_FAILURES = (
     "upload",
     "set_up_planner",
     "create_local_plan",
-    "create_global_plan",
     "finish_plan",
     "resolve_data",
     "unpicklable",
@@ -463,15 +435,13 @@ RESTORE_FAILURES = (
     "read flipped",
     "manifest refused",
     "create_local_plan",
-    "create_global_plan",
-    "finish_plan",
 )
 
 
 def broken_save(manager: CheckpointManager, store: SwitchedStore, failure: str, step: int, *, wait: bool) -> None:
     """On the rank where it fails."""
     state = state_of(step)
-    planner: DefaultSavePlanner | None = None
+    planner = RunPlanner()
     if failure == "state_dict":
         state["broken"] = Broken("state_dict")
     elif failure == "copy":
@@ -484,7 +454,8 @@ def broken_save(manager: CheckpointManager, store: SwitchedStore, failure: str, 
         planner = BrokenSavePlanner("create_local_plan", UnpicklableError("in create_local_plan"))
     else:
         planner = BrokenSavePlanner(failure, ZeroDivisionError(f"in {failure}"))
-    manager.save(step, state, planner=planner, wait=wait)
+    with mock.patch.object(manager, "_make_planner", return_value=planner):
+        manager.save(step, state, wait=wait)
     manager.wait()
 
 
@@ -520,10 +491,10 @@ def leave_without_a_verdict(path: Path, victim: int) -> list[Ended | None]:
             elif dist.get_rank() == 0:
                 patch.setattr(Coordinator, "commit", when_it_is_over(Coordinator.commit))
             ending = ended(lambda: manager.save(2, state_of(2), wait=True))
-        unclear = len(manager._saver._unclear)
+        unclear = len(manager._saver._planning.unclear)
         assert unclear == (dist.get_rank() == victim)
         manager.save(3, state_of(3), wait=True)
-        assert manager._saver._unclear == []
+        assert manager._saver._planning.unclear == []
     return [ending]
 
 
@@ -557,11 +528,12 @@ def fail_to_restore(path: Path, failure: str, victim: int) -> list[Ended | None]
 
     def attempt() -> None:
         state = state_of(0) | {"broken": Broken("nowhere")}
-        planner: DefaultLoadPlanner | None = None
-        if failure.startswith(("create_", "finish_")):  # its ranks need one kind of planner
-            planner = BrokenLoadPlanner(failure if dist.get_rank() == victim else "nowhere")
-        elif dist.get_rank() != victim:
+        breaking: AbstractContextManager[Any] = nullcontext()
+        if dist.get_rank() != victim:
             pass
+        elif failure == "create_local_plan":
+            broken = mock.Mock(side_effect=ZeroDivisionError("in create_local_plan"))
+            breaking = mock.patch.object(RemoteLoadPlanner, "create_local_plan", broken)
         elif failure == "load_state_dict":
             state["broken"] = Broken("load_state_dict")
         elif failure == "template":
@@ -573,14 +545,15 @@ def fail_to_restore(path: Path, failure: str, victim: int) -> list[Ended | None]
         else:
             refused = matching(is_manifest_read, "request", persistent=True, error=denied)
             store.switch(FaultyStore(store._usual, [refused]))
-        manager.restore(state, planner=planner)
+        with breaking:
+            manager.restore(state)
 
     with managing(store) as manager:
         ending = ended(attempt)
         store.switch(None)
         unsaved = ended(lambda: manager.save(5, state_of(5) | {"broken": Broken("nowhere")}, wait=True))
         state = state_of(0) | {"broken": Broken("nowhere")}
-        assert manager.restore(state, planner=BrokenLoadPlanner("nowhere")) == 2
+        assert manager.restore(state) == 2
         assert_holds(state, 2)
         manager.save(5, state_of(5) | {"broken": Broken("nowhere")})
     return [ending, unsaved]
@@ -795,7 +768,7 @@ def look_and_save(url: str) -> None:
     for step in (1, 2):
         if dist.get_rank() == 0:
             looking.append(CheckpointManager(url))
-            assert looking[-1].steps() == list(range(1, step))
+            assert looking[-1].run.steps() == list(range(1, step))
         with managing(url, resumed_from=step - 1 if step > 1 else None) as manager:
             manager.save(step, state_of(step), wait=True)
     with managing(url) as manager:

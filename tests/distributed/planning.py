@@ -11,15 +11,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import PermissionDeniedError
-from dcp_remote.saving import plan_cache
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -27,13 +24,6 @@ from tests.distributed.managed import Ended, State, ended, managing
 
 # Of the tensor that is sharded over all ranks.
 ROWS = 12
-
-
-class OwnPlanner(DefaultSavePlanner):
-    """A user's: nobody knows what its plans depend on."""
-
-    def create_local_plan(self) -> SavePlan:
-        return super().create_local_plan()
 
 
 def planned_state(change: str, step: int) -> State:
@@ -97,34 +87,20 @@ def plans_of_saves(path: Path, changes: Sequence[str], dedup: bool, overwrite: b
         for number, change in enumerate(changes, 1):
             count[0] = 0
             step = 1 if overwrite else number
-            planner = OwnPlanner() if change == "a planner of the user" else None
-            manager.save(step, planned_state(change, number), overwrite=overwrite, planner=planner, wait=True)
-            exchanged.append(count[0])
-    return exchanged
-
-
-def plans_that_tables_cannot_say(path: Path) -> list[int]:
-    """Save twice while one rank plans what a table cannot say; how often plans were exchanged."""
-    exchanged = []
-    irregular = mock.patch.object(plan_cache, "_is_regular", return_value=dist.get_rank() != 1)
-    with managing(path) as manager, scatters_counted() as count, irregular:
-        for step in (1, 2):
-            count[0] = 0
-            manager.save(step, planned_state("", step), wait=True)
+            manager.save(step, planned_state(change, number), overwrite=overwrite, wait=True)
             exchanged.append(count[0])
     return exchanged
 
 
 def plans_of_two_managers(paths: Sequence[Path]) -> list[int]:
-    """Two models of one process, saved in turn with planners of one class, that were asked for torch's cache."""
+    """Two models of one process, saved in turn."""
     exchanged = []
     structures = ["", "dtype of one rank"]
     with managing(paths[0]) as one, managing(paths[1]) as other, scatters_counted() as count:
         for step in (1, 2, 3):
             for manager, structure in zip((one, other), structures, strict=True):
                 count[0] = 0
-                planner = DefaultSavePlanner(enable_plan_caching=True)
-                manager.save(step, planned_state(structure, step), planner=planner, wait=True)
+                manager.save(step, planned_state(structure, step), wait=True)
                 exchanged.append(count[0])
     return exchanged
 

@@ -14,7 +14,6 @@ from tests.distributed.planning import (
     plans_around_failures,
     plans_of_saves,
     plans_of_two_managers,
-    plans_that_tables_cannot_say,
     share_replicas,
     unlike_replicas,
 )
@@ -33,7 +32,6 @@ SEQUENCE = [
     ("a key of one rank", 0),
     ("other rows", 1),
     ("other rows", 0),
-    ("a planner of the user", 1),
     ("", 1),
     ("", 0),
 ]
@@ -99,7 +97,7 @@ def test_plans_outlive_a_save_that_fails(victim: int, rank_pool: RankPool, tmp_p
         assert [count for count, _ in seen] == [1, 0, 0, 1, 0, 1, 0, 0, 1, 0]
     for name, steps in (("True", [2, 5]), ("False", [1, 5])):
         with CheckpointManager(tmp_path / name) as manager:
-            assert manager.steps() == steps
+            assert manager.run.steps() == steps
         for step in steps:
             assert_holds(tmp_path / name, step, "other rows" if step > 3 else "", step)
 
@@ -112,7 +110,7 @@ def test_replicas_are_written_by_all(strategy: str, rank_pool: RankPool, tmp_pat
         assert failure is not None
         assert (failure.kind, failure.rank) == ("SaveFailedError", 2)
     with CheckpointManager(tmp_path) as manager:
-        assert manager.steps() == [1, 2]
+        assert manager.run.steps() == [1, 2]
     for step in (1, 2):
         whole = torch.arange(3 * MiB, dtype=torch.float32).reshape(3 * 1024, 1024) + (step - 1)
         assert torch.equal(load(tmp_path, step=step)["w"], whole)
@@ -133,10 +131,3 @@ def test_replicas_that_come_to_differ_are_not_mixed(rank_pool: RankPool, tmp_pat
         assert whole[step * 200, 1].item() == (100 if differs else 99)
         whole[step * 200, 1] = step
         assert torch.equal(whole, torch.full((1024, 1024), float(step)))
-
-
-def test_one_rank_whose_plan_is_no_table(rank_pool: RankPool, tmp_path: Path) -> None:
-    """All of them plan as torch does, and keep what came of it."""
-    assert rank_pool.run(plans_that_tables_cannot_say, tmp_path) == [[1, 0]] * 4
-    for step in (1, 2):
-        assert_holds(tmp_path, step, "", step)

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _lo
 from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
-from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import MemoryStore
@@ -388,5 +387,5 @@ def test_copies_that_a_lookup_makes_count_against_the_budget(store: RecordingSto
         planner.set_up_planner(state, None, True)
         with Claims(store, rank=0, deadline=Deadline(60), memory_budget_bytes=2**30) as uploads:
             plan = planner.create_local_plan()
-            write_shards(plan, planner, uploads, ShardNames(0), rank=0, url=store.url, allow_pickle=False)
+            write_shards(plan, planner, uploads, allow_pickle=False)
         assert uploads.claimed == expected_bytes

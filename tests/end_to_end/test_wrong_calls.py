@@ -113,7 +113,7 @@ CALLS = [
     WrongCall("A step as a text, restored", 'CheckpointManager("memory://run").restore(state, "100")'),
     WrongCall("A misspelled name", 'load("memory://run", step="bset")'),
     WrongCall("A misspelled pattern", 'load("memory://run", keys="modle.*")'),
-    WrongCall("A pin of a step that is not there", 'CheckpointManager("memory://run").pin(150)'),
+    WrongCall("A pin of a step that is not there", 'CheckpointManager("memory://run").run.pin(150)'),
     # ---- a state that does not fit
     WrongCall(
         "A state that the checkpoint does not fit",

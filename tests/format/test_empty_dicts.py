@@ -12,17 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote import CheckpointManager, RemoteReader, Retention, load
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.empty_dicts import Path, drop_conflicting, empty_dicts, to_flatten_items
 from dcp_remote.format.manifest_validation import check
-from dcp_remote.run.lookup import read_manifest
-from dcp_remote.saving.plan_cache import propose, set_up, to_table
+from dcp_remote.saving.plan_cache import RunPlanner, propose, to_table
 from dcp_remote.saving.plan_table import arrange
 from dcp_remote.serialization.state_dict import empty_places
 from dcp_remote.storage import MemoryStore
@@ -127,27 +123,6 @@ def test_dcp_load_ignores_empty_dicts() -> None:
         assert equal(state["a"]["w"], torch.ones(2))
 
 
-class _Filtering(DefaultSavePlanner):
-    """Planner that drops frozen values after flattening, as users' planners do."""
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        return SavePlan([item for item in plan.items if "frozen" not in item.index.fqn], planner_data=self.mappings)
-
-
-def test_entry_that_a_planner_dropped_is_no_empty_dict() -> None:
-    """Names without an entry that record no empty dict are ignored."""
-    store = RecordingStore(MemoryStore())
-    with CheckpointManager(store) as checkpoints:
-        checkpoints.save(
-            1, {"model": {"frozen": torch.ones(1), "w": torch.ones(2), "e": {}}}, wait=True, planner=_Filtering()
-        )
-    flatten = read_manifest(store, step=None, retry_seconds=1.0).flatten
-    assert flatten is not None
-    assert "model.frozen" in flatten
-    assert equal(load(store), {"model": {"w": torch.ones(2)}})
-
-
 def test_a_name_that_is_not_unicode_is_refused_before_the_upload() -> None:
     """The name of an empty dict is checked like that of an entry."""
     store = RecordingStore(MemoryStore())
@@ -194,8 +169,8 @@ def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> N
     tables = []
     states: tuple[dict[str, Any], ...] = ({"a": {}}, {"a": {"{}": torch.ones(1)}})
     for state in states:
-        planner = DefaultSavePlanner()
-        set_up(planner, state, StorageMeta(), is_coordinator=True)
+        planner = RunPlanner()
+        planner.set_up_planner(state)
         tables.append(to_table(propose(planner, shard_bytes_max=1024)))
     for ordered in (tables, tables[::-1]):
         assert arrange(ordered, shard_bytes_max=1024).planned.flatten == {"a.{}": ("a", "{}")}

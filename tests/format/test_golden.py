@@ -183,7 +183,7 @@ def test_rare_features_are_in_the_files(tmp_path: Path) -> None:
     assert "a field of the future" in Checkpoint(GOLDEN / "future").manifest
     shutil.copytree(GOLDEN / "future", tmp_path / "future")
     with pytest.raises(UnsupportedFormatError, match="wings"), CheckpointManager(tmp_path / "future") as checkpoints:
-        checkpoints.pin(1)
+        checkpoints.run.pin(1)
 
 
 def catalog_of(name: str) -> Catalog:

@@ -8,15 +8,14 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
 
+from dcp_remote import RemoteLoadPlanner
 from dcp_remote.common.arrays import I64, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES, table_entries
 from dcp_remote.common.units import MiB
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import Manifest, Pieces, Shards, TensorKind, Tensors
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
-from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from tests.support.simulated_ranks import LocalShards
 
@@ -131,17 +130,17 @@ def test_nothing_is_done_chunk_by_chunk() -> None:
         manifest, calls, objects = work(lambda data=data: manifest_json.decode(data))  # type: ignore[misc]  # bound now
         assert manifest is not None
         shards = len(manifest.shards.keys)
-        planner = DefaultLoadPlanner()
+        planner = RemoteLoadPlanner()
         state = {
             name: LocalShards(manifest.tensors.shape_of(n), torch.float32, [((0, 0), torch.zeros(1, 1))])
             for n, name in enumerate(manifest.tensors.names)
         }
 
         def planned(
-            planner: DefaultLoadPlanner = planner, state: dict[str, LocalShards] = state, manifest: Manifest = manifest
+            planner: RemoteLoadPlanner = planner, state: dict[str, LocalShards] = state, manifest: Manifest = manifest
         ) -> int:
             planner.set_up_planner(dict(state), to_dcp_metadata(manifest), is_coordinator=True)
-            return len(local_plan(planner).items)
+            return len(planner.create_local_plan().items)
 
         items, plan_calls, plan_objects = work(planned)
         assert items == 40

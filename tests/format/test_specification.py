@@ -24,9 +24,9 @@ from dcp_remote import CheckpointManager, RemoteWriter
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import TABLE_NAME
-from dcp_remote.serialization import pickle_validator, torch_streams
+from dcp_remote.serialization import restricted_unpickler, torch_streams
 from dcp_remote.serialization.objects import EncodedObject, decode_object
-from dcp_remote.serialization.pickle_validator import DamagedStreamError
+from dcp_remote.serialization.restricted_unpickler import DamagedStreamError
 from dcp_remote.serialization.torch_streams import load_restricted
 from read_without_torch import Checkpoint, UnreadableError, column
 from tests.support.simulated_ranks import save_as_ranks, shard
@@ -165,10 +165,10 @@ def test_names_in_streams_are_those_of_the_validator() -> None:
     rows = page.partition("### Streams")[2].partition("## 6.")[0].splitlines()
     names = [re.findall(r"`((?:torch|collections|builtins|_codecs)\.[\w.]+)`", row) for row in rows if row[:1] == "|"]
     dtypes = {f"torch.{name}" for name in ITEM_BYTES}
-    assert {*chain.from_iterable(names)} == (pickle_validator._VALUES | pickle_validator._CALLABLE) - dtypes
+    assert {*chain.from_iterable(names)} == (restricted_unpickler.VALUES | restricted_unpickler.CALLABLE) - dtypes
     sizes = [re.search(r"(\d+) bytes?\b", row) for row in rows if row[:1] == "|"]
     found = {name: int(size[1]) for listed, size in zip(names, sizes, strict=True) if size for name in listed}
-    assert found == pickle_validator._STORAGE_ITEM_BYTES
+    assert found == {name: dtype.itemsize for name, dtype in restricted_unpickler.STORAGES.items()}
 
 
 def test_limits_of_nesting_are_those_of_the_page() -> None:

@@ -234,8 +234,8 @@ def save_labels(folder: Path) -> None:
             notes: dict[str, Any] = {"metrics": {"loss": 1 / step, "accuracy": 1}, "user": {"note": ["ä", None, 0.5]}}
             checkpoints.save(step, golden_states.run_state(step), name=["best", "émile"], wait=True, **notes)
             if step == 2:
-                checkpoints.pin(step)
-        checkpoints.name(3, "third")
+                checkpoints.run.pin(step)
+        checkpoints.run.name(3, "third")
         checkpoints.save(4, golden_states.run_state(4), name=["best", "émile"], overwrite=True, wait=True)
 
 
@@ -250,7 +250,7 @@ def save_emptied(folder: Path) -> None:
     """Save a step and delete it: a run without checkpoints."""
     save_steps(folder, 1)
     with CheckpointManager(folder) as checkpoints:
-        checkpoints.delete(1, force=True)
+        checkpoints.run.delete(1, force=True)
 
 
 def save_large_catalog(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m dcp_remote.run llamafactory-cli train`: real trainings by LLaMA-Factory's launcher, against an S3 server.
+"""`python -m dcp_remote.launch llamafactory-cli train`: real trainings by its launcher, against an S3 server.
 
 The launcher starts torchrun where several ranks are asked for. The processes find `programs/llamafactory_path` on their
 path, which kills them in a save, and has Accelerate use gloo.
@@ -115,7 +115,7 @@ class Factory:
         command = [str(Path(sys.executable).with_name("llamafactory-cli")), "train", path.name]
         launch = {"FORCE_TORCHRUN": "1", "NNODES": "1", "NPROC_PER_NODE": str(ranks)} if ranks > 1 else {}
         if url is not None:
-            command = [sys.executable, "-m", "dcp_remote.run", *command]
+            command = [sys.executable, "-m", "dcp_remote.launch", *command]
             launch["DCP_REMOTE_URL"] = url
         ended = run_command(
             command,

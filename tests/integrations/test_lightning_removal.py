@@ -37,10 +37,10 @@ def test_a_removal_that_fails_is_tried_again() -> None:
     for step in (1, 3):
         removals.add(CheckpointPath(RUN, f"step={step}"))
     removals.carry_out()
-    assert [info.step for info in manager.checkpoints()] == [1, 2, 3]
+    assert [info.step for info in manager.run.checkpoints()] == [1, 2, 3]
     is_down = False
     removals.carry_out()
-    assert [(info.step, info.names) for info in manager.checkpoints()] == [(2, ("step=2",)), (3, ())]
+    assert [(info.step, info.names) for info in manager.run.checkpoints()] == [(2, ("step=2",)), (3, ())]
     manager.save(4, {"x": torch.zeros(3)}, name="step=2", wait=True)
     removals.carry_out(CheckpointPath(RUN, "step=4"), 5)
-    assert [info.step for info in manager.checkpoints()] == [2, 4]
+    assert [info.step for info in manager.run.checkpoints()] == [2, 4]

@@ -316,7 +316,7 @@ def test_hosts_read_for_themselves_if_a_rank_has_no_port(without_port: bool) -> 
     wanted = wanted_blocks(manifest, [Want(0, 6, None)])
     with contextlib.ExitStack() as opened:
         exchanges = [
-            opened.enter_context(PeerExchange(rank, host, gives=True, memory_budget_bytes=MiB, is_over=lambda: False))
+            opened.enter_context(PeerExchange(rank, host, memory_budget_bytes=MiB, is_over=lambda: False))
             for rank, host in enumerate((HERE, ELSEWHERE, HERE))
         ]
         announced = [exchange.listen(manifest, wanted) for exchange in exchanges]

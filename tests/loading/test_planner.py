@@ -20,12 +20,20 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_remote import CheckpointManager, PerRank, RemoteLoadPlanner, RemoteReader, RemoteWriter, load
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
-from dcp_remote.loading.chunk_list import local_plan
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.loading.state_check import StateCheck
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
-from tests.loading.test_chunk_list import CHUNKS, ROWS, TENSORS, counting_objects, hints, in_order, manifest_of, wants
+from tests.loading.test_chunks_of_metadata import (
+    CHUNKS,
+    ROWS,
+    TENSORS,
+    counting_objects,
+    hints,
+    in_order,
+    manifest_of,
+    wants,
+)
 from tests.support.simulated_ranks import LocalShards, assembled, load_as_ranks, save_as_ranks, shard
 from tests.support.states import equal
 
@@ -315,7 +323,7 @@ def test_values_of_single_ranks_in_a_run() -> None:
 
 def plan_by(planner: DefaultLoadPlanner, state: State, manifest: Any) -> LoadPlan:
     planner.set_up_planner(state, to_dcp_metadata(manifest), is_coordinator=True)
-    return local_plan(planner)
+    return planner.create_local_plan()
 
 
 def test_objects_are_built_for_the_slice_of_a_rank_alone() -> None:
@@ -328,7 +336,7 @@ def test_objects_are_built_for_the_slice_of_a_rank_alone() -> None:
     with counting_objects() as built:
         planner.set_up_planner(dict(state), to_dcp_metadata(manifest), is_coordinator=True)
         assert built == [0]
-        plan = local_plan(planner)
+        plan = planner.create_local_plan()
         assert built == [2 * TENSORS]
     torchs = plan_by(DefaultLoadPlanner(), {name.replace("n", "t"): one for name, one in state.items()}, manifest)
     assert hints(plan) == hints(torchs)

@@ -388,26 +388,26 @@ def test_a_manager_has_the_methods_of_a_run() -> None:
     """Use them through a manager, names wherever a step is taken."""
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
-        assert (checkpoints.checkpoints(), checkpoints.latest(), checkpoints.exists(1)) == ([], None, False)
+        assert (checkpoints.run.checkpoints(), checkpoints.run.latest(), checkpoints.run.exists(1)) == ([], None, False)
         for step in (1, 2, 3):
             checkpoints.save(step, state_of(step), metrics={"loss": step}, user={"note": step}, wait=True)
-        best = checkpoints.best("loss")
+        best = checkpoints.run.best("loss")
         assert best is not None
-        checkpoints.name(best.step, ["best", "epoch=1-step=1.ckpt"])
-        checkpoints.pin("best")
-        assert checkpoints.user("best") == {"note": 1}
-        assert checkpoints.exists("epoch=1-step=1.ckpt")
+        checkpoints.run.name(best.step, ["best", "epoch=1-step=1.ckpt"])
+        checkpoints.run.pin("best")
+        assert checkpoints.run.user("best") == {"note": 1}
+        assert checkpoints.run.exists("epoch=1-step=1.ckpt")
         with pytest.raises(InvalidArgumentError, match="pinned"):
-            checkpoints.delete("best")
-        checkpoints.unpin("best")
-        checkpoints.unname("epoch=1-step=1.ckpt")
-        checkpoints.name("best", "checkpoint-1")
-        checkpoints.delete(2)
-        assert [(info.step, info.names) for info in checkpoints.checkpoints()] == [
+            checkpoints.run.delete("best")
+        checkpoints.run.unpin("best")
+        checkpoints.run.unname("epoch=1-step=1.ckpt")
+        checkpoints.run.name("best", "checkpoint-1")
+        checkpoints.run.delete(2)
+        assert [(info.step, info.names) for info in checkpoints.run.checkpoints()] == [
             (1, ("best", "checkpoint-1")),
             (3, ()),
         ]
-        assert checkpoints.steps() == [1, 3]
+        assert checkpoints.run.steps() == [1, 3]
         state = state_of(0)
         assert checkpoints.restore(state, "checkpoint-1") == 1
         assert state["step"] == 1
@@ -420,7 +420,7 @@ def test_calls_of_a_run_are_no_requests_of_a_save() -> None:
         with CheckpointManager(MemoryStore(), dedup=False) as checkpoints:
             checkpoints.save(1, state_of(1))
             for _ in range(looks):
-                checkpoints.steps()
+                checkpoints.run.steps()
             report = checkpoints.wait()
             assert report is not None
             requests.append(report.requests)
@@ -443,13 +443,13 @@ def test_a_function_decides_what_is_deleted() -> None:
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4), (4, 0.9)):
             checkpoints.save(step, state_of(step), metrics={"loss": loss}, name=f"checkpoint-{step}", wait=True)
             if step == 2:
-                checkpoints.pin(2)
+                checkpoints.run.pin(2)
     # The newest stays, though it is the worst; so does the pinned.
     assert steps(store) == [1, 2, 3, 4]
     assert seen[-1][0] == (1, ("checkpoint-1",))
     with CheckpointManager(store, retention=all_but_the_best_two, dedup=False) as checkpoints:
         checkpoints.restore(state_of(0))
-        checkpoints.unpin(2)
+        checkpoints.run.unpin(2)
         checkpoints.save(5, state_of(5), metrics={"loss": 0.0})
     assert checkpoints.retention_failures == 0
     assert steps(store) == [1, 5]

@@ -73,7 +73,7 @@ def test_a_save_under_a_condition_on_the_rank(
         assert [one.error for one in managers.run(lambda one: one.save(2, state_of(2)))] == [None] * 3
         restored = them.run(lambda group: managers.managers[group.rank].restore(state[group.rank]))
         assert [one.value for one in restored] == [2, 2, 2]
-        assert managers.managers[0].steps() == [2]
+        assert managers.managers[0].run.steps() == [2]
         managers.close()
 
 
@@ -127,11 +127,11 @@ def test_a_save_that_waits_for_its_beginning(monkeypatch: pytest.MonkeyPatch) ->
             ended = them.run(lambda group, step=step: managers[group.rank].save(step, state_of(step), wait="begun"))  # type: ignore[misc]  # mypy infers no default
             if step == 5:
                 assert [one.error for one in ended] == [None, None]
-                assert managers[0].steps() == []
+                assert managers[0].run.steps() == []
                 go_on.set()
             else:
                 assert all(isinstance(one.error, InvalidArgumentError) for one in ended), ended
-        assert managers[0].steps() == [5]
+        assert managers[0].run.steps() == [5]
         for manager in reversed(managers):
             manager.close()
     alone = CheckpointManager(MemoryStore())
@@ -242,7 +242,7 @@ def test_a_state_that_one_rank_cannot_collect(
         assert managers.store.requests == []
         saved = managers.run(lambda one: one.save(1, lambda: state_of(1), wait=wait))
         assert [one.error for one in saved] == [None] * 3
-        wait_until(lambda: managers.managers[0].steps() == [1])
+        wait_until(lambda: managers.managers[0].run.steps() == [1])
         managers.close()
 
 

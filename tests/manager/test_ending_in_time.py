@@ -182,7 +182,7 @@ if child == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 checkpoints.save(3, state, wait=True)
-assert checkpoints.steps() == [1, 3]
+assert checkpoints.run.steps() == [1, 3]
 checkpoints.close()
 """
 

@@ -38,9 +38,9 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def catalog_of(store: ObjectStore) -> Catalog:
-    seen = read_catalog(store)
-    assert seen is not None
-    return seen.catalog
+    catalog = read_catalog(store)
+    assert catalog is not None
+    return catalog
 
 
 def entry_of(store: ObjectStore, step: int) -> Entry:
@@ -64,7 +64,7 @@ def test_a_restore_that_does_not_go_on(caplog: pytest.LogCaptureFixture) -> None
         assert manager.last_load is not None
         assert manager.last_load.step == 1
         manager.save(4, state_of(4), wait=True)
-        assert manager.steps() == [1, 2, 3, 4]
+        assert manager.run.steps() == [1, 2, 3, 4]
         assert [entry.abandoned for entry in catalog_of(store).entries] == [False] * 4
         assert len({entry.token for entry in catalog_of(store).entries}) == 1
         assert "abandons" not in caplog.text
@@ -85,7 +85,7 @@ def test_a_restore_that_does_not_go_on_begins_no_job() -> None:
         assert manager.restore(state_of(0), 1) == 1
         assert manager.restore(state_of(0), 2, go_on=False) == 2
         manager.save(3, state_of(3), wait=True)
-        assert manager.steps() == [1, 3]
+        assert manager.run.steps() == [1, 3]
 
 
 def test_ranks_that_differ_in_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_step_saved_again() -> None:
         # An older step that is live is no step back.
         manager.save(1, state_of(10), name="old", exist_ok=True, wait=True)
         manager.save(3, state_of(3), exist_ok=True, wait=True)
-        assert manager.steps() == [1, 2, 3]
+        assert manager.run.steps() == [1, 2, 3]
     assert load(store, step="old")["step"] == 1
     assert load(store, step="best")["step"] == 2
     assert find_orphans(store, grace_seconds=0).old == ()
@@ -148,7 +148,7 @@ def test_notes_of_a_repeated_save(caplog: pytest.LogCaptureFixture) -> None:
         manager.save(1, state_of(1), user={"epoch": 2}, exist_ok=True, wait=True)
         assert "step 1 was saved before, and its checkpoint stays as it is" in caplog.text
         assert "without what has changed in the state since and the notes of this save (user=)" in caplog.text
-        assert manager.user(1) == {"epoch": 1}
+        assert manager.run.user(1) == {"epoch": 1}
 
 
 def test_a_missing_bucket_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_a_step_of_another_job_is_not_saved_again() -> None:
         with pytest.raises((CheckpointExistsError, InvalidArgumentError)):
             manager.save(1, state_of(1), exist_ok=True, wait=True)
         manager.save(3, state_of(3), wait=True)
-        assert manager.steps() == [1, 2, 3]
+        assert manager.run.steps() == [1, 2, 3]
 
 
 def test_a_loop_that_begins_by_a_save(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -346,7 +346,7 @@ def test_an_abandoned_step_with_names_is_saved_anew() -> None:
         manager.save(2, state_of(22), name="step-2", exist_ok=True, wait=True)
         assert entry_of(store, 2).names == ("step-2", "last.ckpt")
         manager.restore(state_of(0), 1)
-        manager.pin(2)
+        manager.run.pin(2)
         with pytest.raises(CheckpointExistsError, match="pinned"):
             manager.save(2, state_of(222), name="step-2", exist_ok=True, wait=True)
     assert load(store, step="last.ckpt")["step"] == 22

@@ -127,7 +127,7 @@ def test_a_save_that_is_interrupted_anywhere(torture_seconds: float, *, wait: bo
             tensor.fill_(7.0)
         with suppress(DcpRemoteError):
             checkpoints.wait()
-        steps = checkpoints.steps()
+        steps = checkpoints.run.steps()
         assert steps == [1] if not raised else steps in ([], [1]), place
         if steps:
             assert_is(load(store, step=1), 1)
@@ -184,7 +184,7 @@ def test_a_rank_whose_thread_does_not_start(error: BaseException, monkeypatch: p
     assert " failed" in str(first[0].error)
     assert type(error).__name__ in str(first[0].error) or str(error) in str(first[0].error)
     assert [one.error for one in second] == [None, None]
-    assert CheckpointManager(store).steps() == [2]
+    assert CheckpointManager(store).run.steps() == [2]
 
 
 def test_a_rank_alone_leaves_nothing_in_a_store_that_it_has_not() -> None:

@@ -98,27 +98,27 @@ def test_a_fenced_manager_changes_nothing() -> None:
     store = MemoryStore()
     with CheckpointManager(store) as first, CheckpointManager(store) as second, CheckpointManager(store) as looking:
         first.save(1, state_of(1), wait=True)
-        first.name(1, "begin")
+        first.run.name(1, "begin")
         second.restore(state_of(0), "latest")
         first.save(2, state_of(2), wait=True)
-        first.delete(1)
+        first.run.delete(1)
         second.restore(state_of(0), "last")
         second.save(3, state_of(3), wait=True)
         calls: list[Callable[[], None]] = [
-            lambda: first.delete(2),
-            lambda: first.pin(2),
-            lambda: first.unpin(2),
-            lambda: first.name(2, "best"),
-            lambda: first.unname("best"),
+            lambda: first.run.delete(2),
+            lambda: first.run.pin(2),
+            lambda: first.run.unpin(2),
+            lambda: first.run.name(2, "best"),
+            lambda: first.run.unname("best"),
         ]
         for call in calls:
             with pytest.raises(FencedError, match="nothing was changed"):
                 call()
-        assert looking.steps() == [2, 3]
-        second.name(2, "best")
-        looking.pin(2)
-        looking.delete("best", force=True)
-        assert looking.steps() == [3]
+        assert looking.run.steps() == [2, 3]
+        second.run.name(2, "best")
+        looking.run.pin(2)
+        looking.run.delete("best", force=True)
+        assert looking.run.steps() == [3]
 
 
 def test_save_and_restore() -> None:
@@ -126,24 +126,24 @@ def test_save_and_restore() -> None:
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.restore(state_of(0)) is None
-        assert (checkpoints.latest(), checkpoints.steps(), checkpoints.wait()) == (None, [], None)
+        assert (checkpoints.run.latest(), checkpoints.run.steps(), checkpoints.wait()) == (None, [], None)
         for step in (10, 20):
             checkpoints.save(step, state_of(step), name="newest", metrics={"loss": 1 / step}, user={"note": step})
         report = checkpoints.wait()
         assert report is not None
         assert (report.step, report.world_size) == (20, 1)
         assert checkpoints.last_save is report
-        assert checkpoints.steps() == [10, 20]
+        assert checkpoints.run.steps() == [10, 20]
     state = state_of(0)
     with CheckpointManager(store) as checkpoints:
-        newest = checkpoints.latest()
+        newest = checkpoints.run.latest()
         assert newest is not None
         assert (newest.step, newest.names, dict(newest.metrics)) == (20, ("newest",), {"loss": 0.05})
         assert checkpoints.restore(state) == 20
         assert_is(state, 20)
         assert checkpoints.restore(state, 10) == 10
         assert_is(state, 10)
-        assert checkpoints.user("newest") == {"note": 20}
+        assert checkpoints.run.user("newest") == {"note": 20}
         with pytest.raises(CheckpointNotFoundError, match="step"):
             checkpoints.restore(state, 15)
         with pytest.raises(CheckpointNotFoundError, match="newest"):
@@ -351,7 +351,7 @@ def test_a_metric_that_is_not_finite(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, state_of(1), metrics={"loss": float("nan"), "accuracy": 0.5})
-    assert [dict(entry.metrics) for entry in read_catalog(store).catalog.entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # a catalog was written
+    assert [dict(entry.metrics) for entry in read_catalog(store).entries] == [{"accuracy": 0.5}]  # type: ignore[union-attr]  # a catalog was written
     assert "metric=loss" in caplog.text
 
 
@@ -361,7 +361,7 @@ def test_a_metric_that_requires_a_gradient() -> None:
     with warnings.catch_warnings(), CheckpointManager(store) as checkpoints:
         warnings.simplefilter("error")
         checkpoints.save(1, state_of(1), metrics={"loss": torch.tensor(0.5, requires_grad=True) * 2}, wait=True)
-        assert [dict(info.metrics) for info in checkpoints.checkpoints()] == [{"loss": 1.0}]
+        assert [dict(info.metrics) for info in checkpoints.run.checkpoints()] == [{"loss": 1.0}]
 
 
 def test_notes_are_copied() -> None:
@@ -372,7 +372,7 @@ def test_notes_are_copied() -> None:
         checkpoints.save(1, state_of(1), user=notes)
         notes["seen"].append(2)
         checkpoints.wait()
-        assert checkpoints.user() == {"seen": [1]}
+        assert checkpoints.run.user() == {"seen": [1]}
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_a_step_that_falls_behind() -> None:
         checkpoints.save(21, state_of(21))
         checkpoints.wait()
     with CheckpointManager(store) as checkpoints:
-        assert checkpoints.steps() == [20, 21]
+        assert checkpoints.run.steps() == [20, 21]
         checkpoints.restore(state_of(0), 20)
         checkpoints.save(20, state_of(20), overwrite=True)  # the very step that was restored
 
@@ -505,15 +505,15 @@ def test_a_run_that_was_not_restored() -> None:
             checkpoints.save(30, state_of(30), wait=True)
         assert checkpoints.restore(state_of(0)) == 20
         checkpoints.save(30, state_of(30))
-    assert CheckpointManager(store).steps() == [10, 20, 30]
+    assert CheckpointManager(store).run.steps() == [10, 20, 30]
     with CheckpointManager(store, resumed_from=20) as checkpoints:
         checkpoints.save(25, state_of(25))
         checkpoints.wait()
-        assert checkpoints.steps() == [10, 20, 25]
+        assert checkpoints.run.steps() == [10, 20, 25]
     with CheckpointManager(store, start_over=True) as checkpoints:
         checkpoints.save(5, state_of(5))
         checkpoints.wait()
-        assert checkpoints.steps() == [5]
+        assert checkpoints.run.steps() == [5]
         assert_is(load(store, step=25), 25)  # abandoned, and still in the store
     with pytest.raises(InvalidArgumentError, match="exclude each other"):
         CheckpointManager(store, start_over=True, resumed_from=3)
@@ -525,10 +525,10 @@ def test_going_back() -> None:
     saved(store, 10, 20, 30)
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.restore(state_of(0), 10) == 10
-        assert checkpoints.steps() == [10, 20, 30]  # a job that restores and never commits changes nothing
+        assert checkpoints.run.steps() == [10, 20, 30]  # a job that restores and never commits changes nothing
         checkpoints.save(20, state_of(-20))
         checkpoints.wait()
-        assert checkpoints.steps() == [10, 20]
+        assert checkpoints.run.steps() == [10, 20]
         assert checkpoints.restore(state_of(0)) == 20  # a second restore in the same job
         checkpoints.save(40, state_of(40))
     assert load(store, step=20)["step"] == -20
@@ -557,7 +557,7 @@ def test_restoring_an_older_step_says_what_that_abandons(caplog: pytest.LogCaptu
         assert "restores step 20: the next save abandons 30" in caplog.text
         assert checkpoints.restore(state_of(0)) == 30
         checkpoints.save(40, state_of(40), wait=True)
-        assert checkpoints.steps() == [10, 20, 30, 40]
+        assert checkpoints.run.steps() == [10, 20, 30, 40]
 
 
 def test_a_checkpoint_by_itself_that_was_saved_over_a_run() -> None:
@@ -593,8 +593,8 @@ def test_a_run_that_lost_its_catalog() -> None:
         for call in (
             lambda: checkpoints.restore(state_of(0)),
             lambda: checkpoints.save(3, state_of(3), wait=True),
-            checkpoints.latest,
-            checkpoints.steps,
+            checkpoints.run.latest,
+            checkpoints.run.steps,
         ):
             with pytest.raises(CorruptCheckpointError, match="recover"):
                 call()
@@ -633,7 +633,7 @@ def test_a_zombie() -> None:
     old.save(4, state_of(4))
     with pytest.raises(FencedError):
         old.close()
-    assert [entry.step for entry in read_catalog(store).catalog.entries] == [1, 2]  # type: ignore[union-attr]  # a catalog was written
+    assert [entry.step for entry in read_catalog(store).entries] == [1, 2]  # type: ignore[union-attr]  # a catalog was written
 
 
 def test_the_generators_of_a_training_are_its_own() -> None:
@@ -678,19 +678,19 @@ def test_retention() -> None:
         for step in range(10, 110, 10):
             checkpoints.save(step, state_of(step), metrics={"loss": abs(step - 30)}, wait=True)
             if step == 20:  # 20 is the newest, which no retention retires
-                checkpoints.pin(20)
-                checkpoints.unpin(20)
-                checkpoints.pin(20)
+                checkpoints.run.pin(20)
+                checkpoints.run.unpin(20)
+                checkpoints.run.pin(20)
         with pytest.raises(CheckpointNotFoundError):
-            checkpoints.pin(40)
-    assert CheckpointManager(store).steps() == [20, 30, 50, 90, 100]
+            checkpoints.run.pin(40)
+    assert CheckpointManager(store).run.steps() == [20, 30, 50, 90, 100]
     for step in (20, 30, 50, 90, 100):
         assert_is(load(store, step=step), step)
     found = find_orphans(store, grace_seconds=0)
     assert (found.old, found.young) == ((), ())
     all_kept = MemoryStore()
     saved(all_kept, *range(1, 9))
-    assert CheckpointManager(all_kept).steps() == list(range(1, 9))
+    assert CheckpointManager(all_kept).run.steps() == list(range(1, 9))
 
 
 def test_thinning() -> None:
@@ -706,7 +706,7 @@ def test_thinning() -> None:
     state = {"model": state_of(0)["model"]}
     with CheckpointManager(store) as checkpoints:
         assert checkpoints.restore(state, 1, include="model.*") == 1
-        entries = read_catalog(store).catalog.entries  # type: ignore[union-attr]  # a catalog was written
+        entries = read_catalog(store).entries  # type: ignore[union-attr]  # a catalog was written
         assert [entry.thinned for entry in entries] == [("optim",), ("optim",), ()]
         assert entries[0].size_bytes < entries[2].size_bytes
     found = find_orphans(store, grace_seconds=0)
@@ -790,7 +790,7 @@ def test_without_permission_to_delete(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), CheckpointManager(store, retention=Retention(keep_last=1)) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, state_of(step), wait=True)
-    assert CheckpointManager(inner).steps() == [5]
+    assert CheckpointManager(inner).run.steps() == [5]
     assert len(caplog.records) == 1, caplog.text
     assert "gc" in caplog.text
     assert find_orphans(inner, grace_seconds=0).old
@@ -1000,7 +1000,7 @@ def test_a_fence_that_hangs() -> None:
     first[0].join(30)
     checkpoints.save(3, state_of(3), wait=True)
     checkpoints.close()
-    assert CheckpointManager(inner).steps() == [2, 3]
+    assert CheckpointManager(inner).run.steps() == [2, 3]
 
 
 def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
@@ -1026,7 +1026,7 @@ def test_a_restore_while_a_save_that_was_given_up_hangs() -> None:
         store.go_on.set()
         thread.join(30)
         checkpoints.save(2, state_of(2), wait=True)
-        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.run.steps() == [1, 2]
 
 
 class InterruptedUploadStore(WrappedStore):
@@ -1109,10 +1109,10 @@ def test_ctrl_c_in_a_save_that_copies_nothing() -> None:
             signal.signal(signal.SIGINT, before)
         state["model"]["weight"].fill_(7.0)
         assert checkpoints.wait() is None
-        assert checkpoints.steps() == []
+        assert checkpoints.run.steps() == []
         checkpoints.save(2, state_of(2))
     assert_is(load(store), 2)
-    assert [entry.step for entry in read_catalog(store).catalog.entries] == [2]  # type: ignore[union-attr]  # a catalog was written
+    assert [entry.step for entry in read_catalog(store).entries] == [2]  # type: ignore[union-attr]  # a catalog was written
 
 
 def test_the_copy_of_a_state_goes_with_its_save() -> None:

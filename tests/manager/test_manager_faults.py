@@ -40,12 +40,12 @@ from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, add_
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.manager import background_save, coordinator, rank_restore
 from dcp_remote.manager.coordinator import Coordinator
-from dcp_remote.run import background_maintenance, catalog_store, gc, job
-from dcp_remote.run.catalog_store import Change, read_catalog
+from dcp_remote.run import background_deletions, catalog_store, gc, job
+from dcp_remote.run.catalog_store import Change, see_catalog
+from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import JobSession, SaveTicket
 from dcp_remote.run.lookup import read_entry, read_manifest_at
-from dcp_remote.run.maintenance import Maintenance
-from dcp_remote.run.run import catalog_of
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
@@ -229,14 +229,14 @@ def remove_orphans(store: MemoryStore) -> None:
 
 
 def retire_newest(store: MemoryStore) -> None:
-    maintenance, run = Maintenance(store), stored(store)
+    maintenance, run = Deletions(store), stored(store)
     assert run is not None
     maintenance.retire([run.entries[-1].step], deadline=Deadline(PATIENCE_SECONDS), force=True)
     maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 def thin_oldest(store: MemoryStore) -> None:
-    maintenance, run = Maintenance(store), stored(store)
+    maintenance, run = Deletions(store), stored(store)
     assert run is not None
     thin(maintenance, [run.entries[0].step], deadline=Deadline(PATIENCE_SECONDS))
     maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
@@ -413,7 +413,7 @@ def impatient(manager: CheckpointManager) -> Iterator[None]:
     patience_seconds = FOR_EVER_SECONDS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "_timeout_seconds", patience_seconds)
-        patch.setattr(background_maintenance, "_ROUND_SECONDS", patience_seconds)
+        patch.setattr(background_deletions, "_ROUND_SECONDS", patience_seconds)
         for function in (catalog_of, read_entry, read_manifest_at):
             patch.setitem(_defaults_of(function), "retry_seconds", patience_seconds)
         patch.setattr(rank_restore, "RANGE_RETRY_SECONDS", patience_seconds)
@@ -731,7 +731,7 @@ def test_a_store_that_does_not_answer(
 
 def not_settled(store: ObjectStore, change: Change, *, create: bool = False, **_others: Any) -> Catalog:
     """Swap whose answer counts as it came, without reading back whether the swap was carried out."""
-    found = read_catalog(store)
+    found = see_catalog(store)
     now = found.catalog if found is not None else Catalog("f" * 32)
     wanted = change(now)
     if wanted is None:
@@ -782,7 +782,7 @@ def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any]
     """Apply retention before the commit, as if the commit could not fail."""
     run = catalog_of(self._store)
     assert run is not None
-    maintenance = Maintenance(self._store)
+    maintenance = Deletions(self._store)
     maintenance.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
     maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
     return commit(self, *arguments)

@@ -83,4 +83,4 @@ def test_a_closed_manager(tmp_path: Path) -> None:
         checkpoints.save(2, state)
     with pytest.raises(InvalidArgumentError, match="is closed; make another one"):
         checkpoints.restore(state)
-    assert checkpoints.steps() == [1]
+    assert checkpoints.run.steps() == [1]

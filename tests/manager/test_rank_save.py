@@ -11,16 +11,16 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError
-from dcp_remote.manager.rank_save import RankSaver, Task
+from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import RankFigures
+from dcp_remote.manager.save_planning import Agreed, Task
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
-from dcp_remote.saving.plan_cache import RankPlan
+from dcp_remote.saving.plan_cache import RankPlan, RunPlanner
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.counting import CountingStore
 
@@ -48,7 +48,7 @@ def _task(step: int) -> Task:
     return Task(
         CheckpointLabels.of(step),
         {},
-        DefaultSavePlanner(),
+        RunPlanner(),
         {},
         *(0.0, 0.0, 0.0, 60.0),
         operation=operation,
@@ -62,9 +62,9 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     ranks = RankGroup(1, 2, dist.HashStore())
     saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
     figures = RankFigures(rank=1)
-    report = SimpleNamespace(shards=SimpleNamespace(keys=()), put=0)
-    agreed = {step: SimpleNamespace(ticket=one, plan=RankPlan(SavePlan([]))) for step, one in begun.items()}
-    monkeypatch.setattr(saver, "_plan", lambda _collective, task, **_: agreed[task.labels.step])
+    report = SimpleNamespace(put_keys=())
+    agreed = {step: Agreed(ticket, RankPlan(SavePlan([])), None) for step, ticket in begun.items()}
+    monkeypatch.setattr(saver._planning, "agree", lambda _collective, task, **_: agreed[task.labels.step])
     monkeypatch.setattr(saver, "_upload", lambda *_: report)
     monkeypatch.setattr(saver, "_make_figures", lambda *_: figures)
     return saver
@@ -72,7 +72,7 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
 
 def _failed(saver: RankSaver, collective: Any, task: Task) -> None:
     with pytest.raises(SaveFailedError):
-        saver._attempt(collective, task, 1, saver._store.counts)
+        saver.save(collective, task)
 
 
 def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +108,5 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
             return SimpleNamespace(ticket=begun[1], is_known=True)
 
     for _ in range(2):
-        with contextlib.suppress(AttributeError):  # no plan was kept
-            saver._plan(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]
+        saver._planning.agree(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]
     assert told == [0, 1]

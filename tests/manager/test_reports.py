@@ -49,14 +49,13 @@ def test_combined() -> None:
         retries=3,
         slowest_rank=SlowRank(1, 6.5),
         slowest_shard=SlowShard("shards/a", 4.0, 2),
-        attempts=2,
     )
     # All ranks have the plan 4.5 s after the call, rank 2 has uploaded 5 s later, and rank 0 commits.
     assert expected.seconds.total == 4.5 + 5.0 + 0.25
     assert expected.seconds.blocked == 4.0
     for seed in range(4):
         shuffled = random.Random(seed).sample(FIGURES, len(FIGURES))
-        report = combine(shuffled, step=7, save_id=SAVE_ID, total_bytes=132, attempts=2)
+        report = combine(shuffled, step=7, save_id=SAVE_ID, total_bytes=132)
         assert report == expected
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.swa_utils import AveragedModel
 
-from dcp_remote import CheckpointManager, Opaque, PerRank, RemoteLoadPlanner, Retention, load, training_state
+from dcp_remote import CheckpointManager, Opaque, PerRank, Retention, load, training_state
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.storage import MemoryStore
@@ -607,20 +606,6 @@ def test_a_thinned_checkpoint(store: RecordingStore) -> None:
             checkpoints.restore(state, 1)
         checkpoints.restore(state, 1, missing="keep")
         assert equal(state, {"model": first["model"], "optim": {"m": torch.zeros(2)}})
-
-
-def test_planner_and_options(store: RecordingStore) -> None:
-    """A planner of torch excludes the options; a `RemoteLoadPlanner` has its own; torch's own loads as torch does."""
-    save(store, {"w": torch.ones(2), "step": 1})
-    state: State = {"w": torch.zeros(2)}
-    with pytest.raises(InvalidArgumentError, match=r"planner.*options='exclude, unexpected'"):
-        restore(store, state, planner=DefaultLoadPlanner(), exclude="step", unexpected="ignore")
-    assert store.calls == []
-    restore(store, state, planner=RemoteLoadPlanner(exclude="step"))
-    restore(store, state, planner=DefaultLoadPlanner())
-    assert equal(state, {"w": torch.ones(2)})
-    with pytest.raises(RuntimeError, match="Missing key"):
-        restore(store, {"v": torch.zeros(2)}, planner=DefaultLoadPlanner())
 
 
 def test_states_without_a_shape_or_an_end(store: RecordingStore) -> None:

@@ -73,7 +73,7 @@ def test_a_training_loop_with_one_if() -> None:
                 for _ in range(2):  # as when gradients are accumulated
                     if checkpoints.should_save(step):
                         checkpoints.save(step, state_of(step))
-    assert CheckpointManager(store).steps() == [3, 4, 6, 9]
+    assert CheckpointManager(store).run.steps() == [3, 4, 6, 9]
     with CheckpointManager(store) as checkpoints, pytest.raises(InvalidArgumentError, match="save_policy=SavePolicy"):
         checkpoints.should_save(10)
     with pytest.raises(InvalidArgumentError, match="must be a SavePolicy"):
@@ -121,7 +121,7 @@ def test_a_save_that_fails_in_the_background_is_due_again() -> None:
         is_down = False
         checkpoints.save(4, state_of(4), wait=True)
         assert not checkpoints.should_save(4)
-        assert checkpoints.steps() == [2, 4]
+        assert checkpoints.run.steps() == [2, 4]
 
 
 # ---- by time
@@ -291,6 +291,6 @@ def test_ranks_that_are_preempted_save_and_stop(monkeypatch: pytest.MonkeyPatch)
             assert stopped is not None
             assert [one.value for one in ended] == [stopped] * 2
             assert 3 <= stopped < 500
-            assert managers[0].steps() == (list(range(1, stopped + 1)) if every_steps == 1 else [stopped])
+            assert managers[0].run.steps() == (list(range(1, stopped + 1)) if every_steps == 1 else [stopped])
             for manager in reversed(managers):
                 manager.close()

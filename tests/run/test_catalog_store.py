@@ -23,7 +23,7 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, add_entry, pin_entry, retire_entries, take_fence
 from dcp_remote.format.catalog_json import STORED_BYTES_MAX, encode
 from dcp_remote.format.document import seal, unseal
-from dcp_remote.run.catalog_store import Change, Seen, read_catalog, swap
+from dcp_remote.run.catalog_store import Change, Seen, read_catalog, see_catalog, swap
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Capabilities
 from dcp_remote.storage.wrapper import WrappedStore
@@ -36,10 +36,10 @@ from tests.support.catalogs import NONCE, ONE, SECONDS, attempt, commit, identit
 def test_reading() -> None:
     """Read a catalog and an absent one: one request each, and no error."""
     recording = RecordingStore(store_of())
-    seen = read_catalog(recording)
-    assert seen == Seen(ONE, recording.head(CATALOG_KEY).version)
+    assert see_catalog(recording) == Seen(ONE, recording.head(CATALOG_KEY).version)
     assert recording.calls[0] == ("get", CATALOG_KEY)
     assert recording.count("get") == 1
+    assert read_catalog(store_of()) == ONE
     assert read_catalog(MemoryStore()) is None
 
 
@@ -72,9 +72,9 @@ def test_a_catalog_that_only_newer_software_may_replace() -> None:
     store = store_of()
     newer = seal(unseal(encode(ONE, NONCE)).replace(b'"requires":[]', b'"requires":[],"requires_to_write":["holds"]'))
     store.put(CATALOG_KEY, [newer])
-    seen = read_catalog(store)
-    assert seen is not None
-    assert seen.catalog.entries == ONE.entries
+    found = read_catalog(store)
+    assert found is not None
+    assert found.entries == ONE.entries
     recording = RecordingStore(store)
     changes: list[Change] = [take_fence, commit(2), lambda run: retire_entries(run, [identity(1)])]
     for change in changes:

@@ -32,6 +32,7 @@ from dcp_remote.storage.base import Condition, Content, Version
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from dcp_remote.testing.wrappers import Fault
+from tests.support.catalogs import full_pauses
 
 OURS, THEIRS, OLD = "a" * 32, "b" * 32, "0" * 32
 
@@ -60,15 +61,8 @@ def run(
     store: ObjectStore, slot: Slot, *, save_id: str = OURS, clock: Clock | None = None, seconds: float = 60
 ) -> None:
     clock = clock or Clock()
-    commit(
-        store,
-        slot,
-        body(save_id, slot),
-        save_id=save_id,
-        deadline=Deadline(seconds, clock),
-        sleep=clock.sleep,
-        uniform=lambda _low, high: high,
-    )
+    with full_pauses(clock.sleep):
+        commit(store, slot, body(save_id, slot), save_id=save_id, deadline=Deadline(seconds, clock))
 
 
 def committed_in(memory: MemoryStore) -> str | None:

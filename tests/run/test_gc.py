@@ -33,6 +33,7 @@ from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore,
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from tests.support import runs
+from tests.support.catalogs import full_pauses
 from tests.support.runs import MeanwhileStore
 from tests.support.valued_states import found, named, put_orphans, save, shards_in
 
@@ -293,7 +294,8 @@ def test_a_store_that_throttles_is_waited_for() -> None:
 
     pauses: list[float] = []
     busy = FaultyStore(store, [matching(throttled, "request") for _ in range(10)])
-    removal = remove_orphans(busy, grace_seconds=0, sleep=pauses.append, uniform=lambda _, most: most)
+    with full_pauses(pauses.append):
+        removal = remove_orphans(busy, grace_seconds=0)
     assert len(removal.removed) == 2
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
     put_orphans(store)

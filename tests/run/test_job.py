@@ -1,4 +1,4 @@
-"""Saves of one job into a run: what each may replace, refusals before a byte is sent, and work per save."""
+"""Saves of one job into a run: what each may replace, and refusals before a byte is sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,20 +17,14 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointExistsError,
     CommitConflictError,
-    CorruptCheckpointError,
     FencedError,
     SaveTimeoutError,
 )
-from dcp_remote.format import catalog_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, pin_entry, retire_entries
-from dcp_remote.run import catalog_store
+from dcp_remote.format.catalog import CATALOG_KEY, Entry, pin_entry, retire_entries
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
-from dcp_remote.run.maintenance import Maintenance
-from dcp_remote.run.retention import Retention
-from dcp_remote.run.run import latest
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Condition, Version
-from tests.support.catalogs import NONCE, catalog, entry, store_of, stored, swapped
+from tests.support.catalogs import stored, swapped
 
 
 def begin(job: JobSession, step: int, **note: Any) -> SaveTicket:
@@ -137,77 +130,6 @@ def test_what_was_to_be_replaced_is_removed_meanwhile() -> None:
     begun = begin(job, 200)
     swapped(store, lambda now: retire_entries(now, [live(store)[200]]))
     assert commit(job, begun).save_id == live(store)[200]
-
-
-# ---- how much work a catalog is
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count decodings and encodings of catalogs and checks of entries, beginning with an empty cache."""
-    monkeypatch.setattr(catalog_store, "_KNOWN", catalog_store._Known())
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, real: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **named: object) -> object:
-            counts[name] += 1
-            return real(*arguments, **named)
-
-        return call
-
-    for name in ("decode", "encode", "_check_entry"):
-        monkeypatch.setattr(catalog_json, name, counting(name, getattr(catalog_json, name)))
-    return counts
-
-
-def a_long_run() -> MemoryStore:
-    """Return a run of a thousand checkpoints that this process has not read."""
-    return store_of(catalog(*map(entry, range(1_000)), revision=1_000))
-
-
-def test_a_job_that_is_alone_decodes_the_catalog_once(work: Counter[str]) -> None:
-    """Save from one job: one decoding, and a check of each new entry; retention encodes once more if a step goes."""
-    store = a_long_run()
-    work.clear()
-    job, maintenance = went_back(store, 999), Maintenance(store)
-    save(job, 1_000)
-    # Encoded for the fence and for the commit.
-    assert work == {"decode": 1, "encode": 2, "_check_entry": 1_001}
-    work.clear()
-    for step in range(1_001, 1_011):
-        save(job, step)
-    assert work == {"encode": 10, "_check_entry": 10}
-    assert latest(store).step == 1_010  # type: ignore[union-attr]  # it is there
-    assert work["decode"] == 0
-    run = stored(store)
-    assert run is not None
-    for one in run.entries:
-        maintenance.remember(one.manifest, ())
-    work.clear()
-    assert maintenance.apply(Retention(keep_last=1_000), deadline=Deadline(60.0)).retired == tuple(range(11))
-    save(job, 1_011)
-    assert work == {"encode": 2, "_check_entry": 1}
-
-
-def test_what_somebody_else_wrote_is_decoded(work: Counter[str]) -> None:
-    """Replace the catalog from outside: decoded once. Damage it: refused. Restore it: read again."""
-    store = a_long_run()
-    job = went_back(store, 999)
-    save(job, 1_000)
-    good = bytes(store.space.objects[CATALOG_KEY].data)
-    run = stored(store)
-    assert run is not None
-    theirs = catalog_json.encode(pin_entry(run, 999, pin=True) or Catalog(""), NONCE)
-    store.put(CATALOG_KEY, [theirs])
-    work.clear()
-    save(job, 1_001)
-    assert work == {"decode": 1, "encode": 1, "_check_entry": 1_002}
-    assert stored(store).entry_at(999).pinned  # type: ignore[union-attr]  # it is there
-    store.put(CATALOG_KEY, [good[:-1] + bytes([good[-1] ^ 1])])
-    with pytest.raises(CorruptCheckpointError):
-        save(job, 1_002)
-    store.put(CATALOG_KEY, [good])
-    assert latest(store).step == 1_000  # type: ignore[union-attr]  # it is there
 
 
 # ---- a thread that was left behind

@@ -26,14 +26,14 @@ from dcp_remote.format import catalog_json, document, manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, Entry
 from dcp_remote.format.keys import manifest_key
 from dcp_remote.format.manifest import MANIFEST_KEY, RunInfo
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
-from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.recovery import FoundManifest, LeftOut, Recovered, find_recovery, rebuild_catalog, recover
 from dcp_remote.run.retention import Retention
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.support.catalogs import IDENTITIES, RUN, identity, stored
+from tests.support.catalogs import IDENTITIES, RUN, full_pauses, identity, stored
 from tests.support.runs import (
     OPTIMIZER,
     TRAINED,
@@ -78,7 +78,7 @@ def test_the_same_checkpoints(lose: Callable[[MemoryStore], MemoryStore]) -> Non
     store = a_run(1, 2)
     fence(store)
     save(store, 3, base=2, names=("best", "new"), metrics=(("loss", 0.5),))
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     maintenance.apply(Retention(keep_last=2, keep_optimizer_last=1), deadline=Deadline(30))
     maintenance.delete(deadline=Deadline(30))
     before = catalog_at(store)
@@ -168,7 +168,7 @@ def test_the_newest_of_two_manifests_of_a_save() -> None:
     """Recover before a thinned optimizer is deleted: the thinned manifest is used; the other if that is not whole."""
     store = a_run(1, 2)
     before = live(store)
-    thin(Maintenance(store), [1], deadline=Deadline(30))
+    thin(Deletions(store), [1], deadline=Deadline(30))
     after = live(store)
     recovered = recover(lost(store))
     assert live(store) == after
@@ -364,7 +364,8 @@ def is_put(verb: Verb, key: str, number: int) -> bool:
 
 
 def quick(store: ObjectStore, *, seconds: float = 30.0) -> Recovered:
-    return recover(store, timeout_seconds=seconds, sleep=lambda _: None)
+    with full_pauses(lambda _: None):
+        return recover(store, timeout_seconds=seconds)
 
 
 def test_somebody_else_writes_a_catalog() -> None:

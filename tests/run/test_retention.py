@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.run.info import best_of
 from dcp_remote.run.retention import Best, Candidate, Decision, Retention, decide
-from dcp_remote.run.run import best_of
 
 LOSS = "loss"
 

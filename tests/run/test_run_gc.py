@@ -18,8 +18,8 @@ from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, rai
 from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import Orphans, find_orphans, remove_orphans
-from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.retention import Retention
 from dcp_remote.storage import Content, MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import WrappedStore
@@ -61,7 +61,7 @@ def removed(store: ObjectStore) -> set[str]:
 def test_orphans_of_saves_that_were_cut_off_and_of_what_was_retired() -> None:
     """Remove them beside live checkpoints that share a shard: objects of other names stay."""
     store = a_run(1, 2, 3)
-    Maintenance(store).apply(Retention(keep_last=1), deadline=Deadline(30))
+    Deletions(store).apply(Retention(keep_last=1), deadline=Deadline(30))
     begin(store, 4)
     foreign = {"shards/README", "manifests/notes.json", "manifests/step-1.json", "shards/ab/model.safetensors"}
     foreign.add(ShardNames(0).key(0))  # of a checkpoint by itself
@@ -210,7 +210,7 @@ def test_a_live_manifest_that_cannot_be_read(*, missing: bool) -> None:
         with pytest.raises(CorruptCheckpointError, match=r"dcp-remote rm.*step=2"):
             act(store, grace_seconds=0)
     assert store.space.objects == before
-    Maintenance(store).retire([2], deadline=Deadline(30))
+    Deletions(store).retire([2], deadline=Deadline(30))
     removed(store)
     assert steps(store) == [1, 3]
     assert keys(store) == named(store)
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_retired_meanwhile(*, after: bool) -> None:
         put_orphans(store)
 
         def retire(store: MemoryStore = store) -> None:
-            maintenance = Maintenance(store)
+            maintenance = Deletions(store)
             maintenance.apply(Retention(keep_last=2), deadline=Deadline(30))
             maintenance.delete(deadline=Deadline(30))
 
@@ -250,7 +250,7 @@ def test_a_run_that_is_retired_as_fast_as_it_is_read() -> None:
             step = next(numbers)
             save(store, step)
             content = super().get(key, limit_bytes=limit_bytes)
-            maintenance = Maintenance(store)
+            maintenance = Deletions(store)
             maintenance.retire([step], deadline=Deadline(30), force=True)
             maintenance.delete(deadline=Deadline(30))
             return content

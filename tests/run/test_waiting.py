@@ -15,7 +15,7 @@ from dcp_remote.errors import (
     PermissionDeniedError,
 )
 from dcp_remote.format.catalog import CATALOG_KEY
-from dcp_remote.run.run import CheckpointInfo
+from dcp_remote.run.info import CheckpointInfo
 from dcp_remote.run.waiting import wait_for_newer
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from dcp_remote import load
 from dcp_remote.common.deadline import Deadline
@@ -23,21 +22,19 @@ from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.manifest_validation import check
-from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving import plan_cache
 from dcp_remote.saving.device_copy import Run, host_views
-from dcp_remote.saving.manifest_assembly import Planned, SaveInfo, to_manifest
+from dcp_remote.saving.manifest_assembly import Planned, to_manifest
 from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
     RankPlan,
+    RunPlanner,
     find_differing_replicas,
-    plan_all,
     propose,
     replica_digests,
     to_rank_plan,
     to_table,
-    without_torchs_cache,
 )
 from dcp_remote.saving.plan_table import Chunk, arrange
 from dcp_remote.saving.rank_report import RankReport
@@ -59,15 +56,15 @@ def rows(count: int, width: int = 64) -> torch.Tensor:
     return torch.arange(count * width, dtype=torch.float32).reshape(count, width)
 
 
-def proposal(state: State, planner: DefaultSavePlanner | None = None) -> Proposal:
-    planner = planner if planner is not None else DefaultSavePlanner()
-    planner.set_up_planner(state, None, is_coordinator=True)
+def proposal(state: State, planner: RunPlanner | None = None) -> Proposal:
+    planner = planner if planner is not None else RunPlanner()
+    planner.set_up_planner(state)
     return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
 
 
 def planned(states: Sequence[State], *, lowest: bool = False) -> tuple[list[RankPlan], Planned]:
     """Plan as a manager does; tables and shares are pickled."""
-    planners = [DefaultSavePlanner(dedup_save_to_lowest_rank=lowest) for _ in states]
+    planners = [RunPlanner() for _ in states]
     proposals = [proposal(state, planner) for state, planner in zip(states, planners, strict=True)]
     tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
     unlike: frozenset[Chunk] = frozenset()
@@ -90,16 +87,13 @@ def write(states: Sequence[State]) -> tuple[MemoryStore, Planned, list[RankRepor
     store, (plans, of_all) = MemoryStore(), planned(states)
     reports = []
     for rank, (state, plan) in enumerate(zip(states, plans, strict=True)):
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state, None, is_coordinator=rank == 0)
+        planner = RunPlanner()
+        planner.set_up_planner(state)
         with Uploads[Any](store, rank=rank, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads:
             report = write_shards(
-                plan.finish(planner).plan,
+                plan.plan,
                 planner,
                 uploads,
-                ShardNames(rank),
-                rank=rank,
-                url=store.url,
                 allow_pickle=False,
                 shard_bytes_max=SHARD_BYTES_MAX,
                 shared=plan.shared,
@@ -109,7 +103,7 @@ def write(states: Sequence[State]) -> tuple[MemoryStore, Planned, list[RankRepor
 
 
 def commit(store: MemoryStore, of_all: Planned, reports: Sequence[RankReport]) -> None:
-    manifest = check(to_manifest(of_all, reports, SaveInfo("1" * 32, (), "", {})))
+    manifest = check(to_manifest(of_all, reports, save_id="1" * 32))
     store.put(MANIFEST_KEY, [manifest_json.encode(manifest)])
 
 
@@ -182,13 +176,13 @@ def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
     plans, _ = planned([{"weight": rows(300)}, {"weight": rows(300)}])
     plan, shared = plans[1].plan, plans[1].shared
     for other in (rows(200), rows(300).double(), rows(300).to_sparse()):
-        planner = DefaultSavePlanner()
-        planner.set_up_planner({"weight": other}, None, is_coordinator=True)
+        planner = RunPlanner()
+        planner.set_up_planner({"weight": other})
         with (
             Uploads[Any](MemoryStore(), rank=0, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads,
             pytest.raises((SaveFailedError, InvalidArgumentError), match=r"not what was planned|be put together again"),
         ):
-            write_shards(plan, planner, uploads, ShardNames(0), rank=0, url="", allow_pickle=False, shared=shared)
+            write_shards(plan, planner, uploads, allow_pickle=False, shared=shared)
 
 
 @pytest.mark.parametrize(
@@ -205,23 +199,13 @@ def test_what_holders_disagree_about_is_written_whole(others: State) -> None:
     plans, of_all = planned(states)
     assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]
     assert plans[0].plan.items[0].tensor_data == proposal(states[0]).plan.items[0].tensor_data
-    assert of_all.chunks.tolist() == [1]
+    assert of_all.tensors.chunks.tolist() == [1]
 
 
-def test_a_planner_that_saves_to_the_lowest_rank_does() -> None:
-    """A planner with the flag `dedup_save_to_lowest_rank` saves replicas on the lowest rank."""
+def test_the_lowest_rank_saves_replicas_if_that_is_asked_for() -> None:
+    """As with `replicas="coordinator"`: nothing is cut, and the other ranks write nothing."""
     plans, _ = planned([{"weight": rows(300)} for _ in range(3)], lowest=True)
     assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]
-
-
-def test_the_coordinators_planner_keeps_no_plans() -> None:
-    """The coordinator's planner keeps no plans, which are gigabytes at a thousand ranks."""
-    planner = DefaultSavePlanner()
-    state = {"weight": rows(300)}
-    planner.set_up_planner(state, None, is_coordinator=True)
-    before = set(vars(planner))
-    plan_all(planner, [proposal(state).plan] * 2)
-    assert set(vars(planner)) == before
 
 
 @settings(max_examples=60)
@@ -246,7 +230,7 @@ def test_replicas_that_differ_are_never_mixed(data: st.DataObject) -> None:
 
 def digest_of(tensor: torch.Tensor) -> bytes:
     """Return the digest by which two ranks that hold the tensor compare it."""
-    planner = DefaultSavePlanner()
+    planner = RunPlanner()
     one = proposal({"w": tensor}, planner)
     (share, _) = arrange([to_table(one)] * 2, shard_bytes_max=SHARD_BYTES_MAX).shares
     (digest,) = replica_digests(to_rank_plan(one, share), planner, lambda: None).values()
@@ -293,7 +277,7 @@ def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(plan_cache, "host_views", counted)
-    planner, state = DefaultSavePlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
+    planner, state = RunPlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
     one = proposal(state, planner)
     plan = to_rank_plan(one, arrange([to_table(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
     known = replica_digests(plan, planner, lambda: None)
@@ -341,28 +325,61 @@ def test_a_plan_is_kept_for_as_long_as_the_structure_is(change: str) -> None:
     assert kept.key_of(proposal(base())) == "first"
 
 
-def test_a_plan_of_other_flags_is_another() -> None:
-    """The plan itself does not contain all flags."""
-    state = {"weight": rows(1)}
-    kept = PlanCache("first", proposal(state), RankPlan(SavePlan([])))
-    assert kept.key_of(proposal(state, DefaultSavePlanner(dedup_save_to_lowest_rank=True))) is None
-    assert kept.key_of(proposal(state, DefaultSavePlanner(flatten_sharded_tensors=False))) is None
-    assert kept.key_of(None) is None
-    assert PlanCache().key_of(proposal(state)) is None
+def test_without_a_plan_nothing_is_kept() -> None:
+    """Before the first save there is no key."""
+    assert PlanCache().key_of(proposal({"weight": rows(1)})) is None
 
 
-def test_torchs_own_cache_is_not_used() -> None:
-    """The cache of torch belongs to the class; a planner of the user keeps it."""
+# ---- fields of a newer torch
 
-    class Own(DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            return copy.copy(super().create_local_plan())
 
-    asked = DefaultSavePlanner(enable_plan_caching=True, flatten_state_dict=False)
-    given = without_torchs_cache(asked)
-    assert isinstance(given, DefaultSavePlanner)
-    assert not given._enable_plan_caching
-    assert asked._enable_plan_caching
-    assert not given.flatten_state_dict
-    own = Own(enable_plan_caching=True)
-    assert without_torchs_cache(own) is own
+@dataclass(frozen=True)
+class NewerPlan(SavePlan):
+    """Plan with a field that this package does not know."""
+
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class NewerData(TensorWriteData):
+    """Description of a tensor with a field that this package does not know."""
+
+    shared: str = ""
+
+
+@dataclass(frozen=True)
+class NewerItem(WriteItem):
+    """Item with a field that this package does not know."""
+
+    checksum: str = ""
+
+
+class NewerPlanner(RunPlanner):
+    """Planner of a newer torch."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            data = NewerData(**vars(item.tensor_data), shared="yes") if item.tensor_data is not None else None
+            items.append(NewerItem(**vars(item) | {"tensor_data": data}, checksum=item.index.fqn))
+        return NewerPlan(**vars(plan) | {"items": items}, priority=7)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_fields_that_a_newer_torch_adds_survive(ranks: int) -> None:
+    """A plan, its items, whole or written in parts, and their descriptions keep classes and fields."""
+    proposals = [proposal({"w": rows(300), "small": rows(1), "n": 3}, NewerPlanner()) for _ in range(ranks)]
+    shares = arrange([to_table(one) for one in proposals], shard_bytes_max=SHARD_BYTES_MAX).shares
+    plans = [to_rank_plan(one, share).plan for one, share in zip(proposals, shares, strict=True)]
+    items = [item for plan in plans for item in plan.items]
+    assert len(items) == ranks + 2
+    for plan in plans:
+        assert isinstance(plan, NewerPlan)
+        assert plan.priority == 7
+    for item in items:
+        assert isinstance(item, NewerItem)
+        assert item.checksum == item.index.fqn
+        if item.tensor_data is not None:
+            assert isinstance(item.tensor_data, NewerData)
+            assert item.tensor_data.shared == "yes"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,18 +19,18 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote import LocalBoxes
-from dcp_remote.common.arrays import group_offsets
+from dcp_remote.common.arrays import concat_ranges
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.saving import plan_cache as plans_module
+from dcp_remote.format.manifest import Tensors
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_cache import (
     Proposal,
+    RunPlanner,
     describe_tensors,
     digest_objects,
-    plan_all,
     propose,
     to_rank_plan,
     to_table,
@@ -43,8 +45,8 @@ State = dict[str, Any]
 
 
 def proposal(state: State) -> Proposal:
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, None, is_coordinator=True)
+    planner = RunPlanner()
+    planner.set_up_planner(state)
     return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
 
 
@@ -58,34 +60,27 @@ def arranged(proposals: Sequence[Proposal], **options: Any) -> tuple[list[SavePl
 def torchs(proposals: Sequence[Proposal]) -> tuple[list[SavePlan], Planned]:
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, is_coordinator=True)
-    plans, metadata = plan_all(planner, [proposed.plan for proposed in proposals])
+    plans, metadata = planner.create_global_plan([proposed.plan for proposed in proposals])
     return plans, to_columns(metadata)
 
 
 def chunks_of(planned: Planned) -> dict[str, list[Box]]:
     """Return the chunks of each tensor, in the order of their hints."""
-    first = 0
-    boxes: dict[str, list[Box]] = {}
-    chunk_first = group_offsets(planned.chunks)
-    offsets, sizes = planned.chunk_offsets.tolist(), planned.chunk_sizes.tolist()
-    for number, (name, dimensions) in enumerate(zip(planned.names, planned.dimensions.tolist(), strict=True)):
-        boxes[name] = []
-        for _ in range(int(chunk_first[number + 1] - chunk_first[number])):
-            stop = first + dimensions
-            boxes[name].append(Box(tuple(offsets[first:stop]), tuple(sizes[first:stop])))
-            first = stop
-    return boxes
+    tensors = planned.tensors
+    return {
+        name: [Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk)) for chunk in range(*between)]
+        for name, between in zip(tensors.names, itertools.pairwise(tensors.chunk_first.tolist()), strict=True)
+    }
 
 
 def described(planned: Planned) -> object:
     """Return all that does not depend on which rank writes an entry, or on the order of entries."""
-    first = group_offsets(planned.dimensions)
-    shapes = [planned.shape[a:b].tolist() for a, b in itertools.pairwise(first.tolist())]
+    tensors = planned.tensors
     boxes = {name: set(found) for name, found in chunks_of(planned).items()}
     return (
-        dict(zip(planned.names, zip(planned.kinds, shapes, strict=True), strict=True)),
+        {name: (tensors.kind_of(number), tensors.shape_of(number)) for name, number in tensors.index.items()},
         boxes,
-        set(planned.objects),
+        set(planned.positions),
         planned.flatten,
     )
 
@@ -106,10 +101,9 @@ def require_consistent(states: Sequence[State], plans: Sequence[SavePlan], plann
             assert (item.index.fqn, item.index.index) not in written
             written.add((item.index.fqn, item.index.index))
     assert written == {(name, number) for name, found in boxes.items() for number in range(len(found))}
-    assert sorted(objects) == sorted(planned.objects)
-    entries = list(planned.names) + list(planned.objects)
-    assert all(0 <= place < len(entries) for place in planned.positions.values())
-    assert len(set(planned.positions.values())) == len(planned.objects)
+    assert sorted(objects) == sorted(planned.positions)
+    assert all(0 <= place < len(planned.names) for place in planned.positions.values())
+    assert len(set(planned.positions.values())) == len(planned.positions)
 
 
 @st.composite
@@ -158,7 +152,7 @@ def test_entries_stand_in_the_order_of_the_state() -> None:
     state = {"a": torch.ones(1), "b": 2, "c": torch.ones(4), "d": None, "e": torch.ones(2)}
     _, arrangement = arranged([proposal(state)] * 3)
     planned = arrangement.planned
-    assert planned.names == ("a", "c", "e")
+    assert planned.tensors.names == ("a", "c", "e")
     assert planned.positions == {"b": 1, "d": 3}
 
 
@@ -181,7 +175,7 @@ def test_who_has_much_of_its_own_gets_no_replicas() -> None:
 
 
 def test_of_several_holders_the_first_writes_if_that_is_asked_for() -> None:
-    """With `dedup_save_to_lowest_rank` of torch's planner the first holder writes."""
+    """With `to_lowest_rank` the first holder writes."""
     state = {"small": torch.ones(3), "large": torch.ones(4 * KiB), "step": 1}
     plans, arrangement = arranged([proposal(state)] * 3, to_lowest_rank=True)
     assert [len(plan.items) for plan in plans] == [3, 0, 0]
@@ -196,7 +190,7 @@ def test_what_has_no_elements_is_not_what_begins_at_the_same_place() -> None:
     written = [item.tensor_data.chunk.sizes for plan in plans for item in plan.items if item.tensor_data]
     assert torch.Size((4, 2)) in written
     assert len(written) == 2
-    assert arrangement.planned.chunks.tolist() == [2]
+    assert arrangement.planned.tensors.chunks.tolist() == [2]
 
 
 def test_boxes_of_flat_partitions() -> None:
@@ -212,12 +206,11 @@ def test_boxes_of_flat_partitions() -> None:
         for start, stop in ((0, 13), (13, 14), (14, 14), (14, 60))
     ]
     proposals = [proposal(state) for state in states]
-    assert all(proposed.is_regular for proposed in proposals)
     plans, arrangement = arranged(proposals)
     _, expected = torchs(proposals)
     assert described(arrangement.planned) == described(expected)
     require_consistent(states, plans, arrangement.planned)
-    chunks = dict(zip(arrangement.planned.names, arrangement.planned.chunks.tolist(), strict=True))
+    chunks = dict(zip(arrangement.planned.tensors.names, arrangement.planned.tensors.chunks.tolist(), strict=True))
     assert chunks == {"w": 2 + 1 + 3, "replicated": 1, "empty": 1, "of one": 1}
 
 
@@ -247,27 +240,22 @@ def strip_parts(plan: SavePlan) -> SavePlan:
 
 def whole_instead(planned: Planned, name: str) -> Planned:
     """Return the contents without one tensor."""
-    place = planned.names.index(name)
-    first, last = group_offsets(planned.dimensions), group_offsets(np.repeat(planned.dimensions, planned.chunks))
-    chunk = group_offsets(planned.chunks)
-    keep = np.ones(len(planned.names), dtype=bool)
-    keep[place] = False
-    boxes = np.ones(len(planned.chunk_offsets), dtype=bool)
-    boxes[last[chunk[place]] : last[chunk[place + 1]]] = False
-    shape = np.ones(len(planned.shape), dtype=bool)
-    shape[first[place] : first[place + 1]] = False
-    return Planned(
-        names=tuple(one for one in planned.names if one != name),
-        kinds=tuple(kind for kind, kept in zip(planned.kinds, keep.tolist(), strict=True) if kept),
-        dimensions=planned.dimensions[keep],
-        shape=planned.shape[shape],
-        chunks=planned.chunks[keep],
-        chunk_offsets=planned.chunk_offsets[boxes],
-        chunk_sizes=planned.chunk_sizes[boxes],
-        objects=planned.objects,
-        positions=planned.positions,
-        flatten=planned.flatten,
+    tensors = planned.tensors
+    kept = np.array([number for one, number in tensors.index.items() if one != name], dtype=np.int64)
+    chunks = concat_ranges(tensors.chunk_first[kept], tensors.chunks[kept])
+    boxes = concat_ranges(tensors.box_first[chunks], np.diff(tensors.box_first)[chunks])
+    without = Tensors(
+        names=tuple(tensors.names[number] for number in kept.tolist()),
+        kinds=tensors.kinds,
+        kind=tensors.kind[kept],
+        dimensions=tensors.dimensions[kept],
+        shape=tensors.shape[concat_ranges(tensors.shape_first[kept], tensors.dimensions[kept])],
+        chunks=tensors.chunks[kept],
+        chunk_offsets=tensors.chunk_offsets[boxes],
+        chunk_sizes=tensors.chunk_sizes[boxes],
+        chunk_pieces=tensors.chunk_pieces[chunks],
     )
+    return replace(planned, tensors=without)
 
 
 @pytest.mark.parametrize(
@@ -304,12 +292,12 @@ def test_a_large_replica_is_written_whole(reason: str) -> None:
         states[1] = {"w": whole.clone().requires_grad_()}
     proposals = [proposal(state) for state in states]
     if reason == "not large everywhere":
-        proposals[1] = Proposal(proposals[1].plan, is_regular=True)
+        proposals[1] = Proposal(proposals[1].plan)
     unlike = {("w", (0,))} if reason == "unlike" else set()
     plans, arrangement = arranged(proposals, unlike=unlike)
     assert [len(plan.items) for plan in plans] == [1, 0]
     assert not arrangement.shared
-    assert arrangement.planned.chunks.tolist() == [1]
+    assert arrangement.planned.tensors.chunks.tolist() == [1]
 
 
 # ---- what is refused
@@ -409,7 +397,7 @@ def test_an_error_of_many_names_is_short() -> None:
 def test_tensors_that_differ_in_flags_are_saved() -> None:
     """Gradients and pinned memory are no part of a value."""
     states: list[State] = [{"w": torch.ones(2)}, {"w": torch.ones(2, requires_grad=True)}]
-    assert arranged([proposal(state) for state in states])[1].planned.names == ("w",)
+    assert arranged([proposal(state) for state in states])[1].planned.tensors.names == ("w",)
 
 
 # ---- objects that differ
@@ -419,8 +407,8 @@ def arranged_objects(states: Sequence[State], **options: Any) -> tuple[list[Save
     """Arrange with digests of the objects, as a `CheckpointManager` of several ranks does."""
     tables = []
     for state in states:
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state, None, is_coordinator=True)
+        planner = RunPlanner()
+        planner.set_up_planner(state)
         proposed = propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
         tables.append(pickle.loads(pickle.dumps(to_table(proposed, digest_objects(proposed, planner)))))
     arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, **options)
@@ -488,28 +476,15 @@ def test_a_tensor_that_no_rank_holds_is_refused() -> None:
     arranged([proposal(none), proposal({"a": {"w": torch.ones(4), "v": torch.ones(2)}})])
 
 
-def test_planners_that_differ_are_refused() -> None:
-    """Planners that flatten and that do not are refused together: their names mean different paths."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner({"v": torch.ones(2)}, None, is_coordinator=False)
-    other = propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
-    one = proposal({"w": torch.ones(2)})
-    for proposals in ([one, other], [other, one], [one, one, other]):
-        with pytest.raises(InvalidArgumentError, match="flatten"):
-            arranged(proposals)
-    _, arrangement = arranged([other, other])
-    assert arrangement.planned.flatten is None
-
-
 def test_numbers_of_any_size_are_joined_as_they_are() -> None:
     """Ranks' columns may differ in integer type, which numpy would concatenate as floats."""
     huge = 2**53 + 1
     tensor = torch.empty(0, huge, dtype=torch.int8)
     _, arrangement = arranged([proposal({"w": tensor}), proposal({"v": torch.ones(3)})])
-    assert arrangement.planned.shape.tolist() == [0, huge, 3]
+    assert arrangement.planned.tensors.shape.tolist() == [0, huge, 3]
 
 
-# ---- what a table cannot say
+# ---- items of tensors that plan themselves
 
 
 def item(*, offset: tuple[int, ...] | None, sizes: tuple[int, ...] = (4,), name: str = "w") -> WriteItem:
@@ -519,23 +494,44 @@ def item(*, offset: tuple[int, ...] | None, sizes: tuple[int, ...] = (4,), name:
     return WriteItem(index, WriteItemType.TENSOR, tensor_data=data)
 
 
+def proposal_of(items: Sequence[WriteItem]) -> Proposal:
+    """Return the proposal of a rank whose tensors plan these items."""
+    planner = RunPlanner()
+    planner.set_up_planner({"w": torch.ones(4), "v": torch.ones(4)})
+    with mock.patch.object(planner, "create_local_plan", return_value=SavePlan(list(items), planner_data={})):
+        return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+
+
 @pytest.mark.parametrize(
-    ("items", "expected"),
+    "items",
     [
-        ([], True),
-        ([item(offset=(0,)), item(offset=(0,), name="v")], True),
-        ([WriteItem(MetadataIndex("w"), WriteItemType.BYTE_IO)], True),
-        ([item(offset=(0,)), item(offset=(0,))], False),
-        ([item(offset=None)], False),
-        ([item(offset=(1,))], False),
-        ([item(offset=(0, 0), sizes=(4, 1))], False),
-        ([WriteItem(MetadataIndex("w", torch.Size(())), WriteItemType.BYTE_IO)], False),
-        ([WriteItem(MetadataIndex("w", torch.Size((0,))), WriteItemType.SHARD)], False),
+        [item(offset=(0,)), item(offset=(0,))],
+        [item(offset=None)],
+        [item(offset=(1,))],
     ],
+    ids=["twice", "without an offset", "another index than the chunk's"],
 )
-def test_what_a_table_cannot_say_is_known(items: list[WriteItem], expected: bool) -> None:
-    """A tensor subclass may plan such items; all ranks then plan as torch does."""
-    assert plans_module._is_regular(SavePlan(items)) is expected
+def test_a_chunk_is_known_by_its_own_offsets(items: list[WriteItem]) -> None:
+    """It is planned once, by one of two ranks, whatever its index says, and is found by this index."""
+    plans, arrangement = arranged([proposal_of(items)] * 2)
+    (written,) = (item for plan in plans for item in plan.items)
+    assert written.index == items[0].index
+    assert chunks_of(arrangement.planned) == {"w": [Box((0,), (4,))]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        item(offset=(0, 0), sizes=(4, 1)),
+        WriteItem(MetadataIndex("w", torch.Size((0,))), WriteItemType.SHARD),
+    ],
+    ids=["other dimensions", "no data"],
+)
+def test_what_is_no_box_of_its_tensor_is_refused(wrong: WriteItem) -> None:
+    """The error names the tensor."""
+    with pytest.raises(InvalidArgumentError, match="no box of the tensor") as caught:
+        proposal_of([item(offset=(0,), name="v"), wrong])
+    assert caught.value.details == {"tensor": "w"}
 
 
 @pytest.mark.parametrize("values", [[], [0], [255], [256, 3], [2**31], [2**32 + 1, 0]])

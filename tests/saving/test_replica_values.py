@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_remote import CheckpointManager, PerRank, RemoteWriter, load, training_state
+from dcp_remote import CheckpointManager, PerRank, RemoteWriter, load, training_state, writer
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError
@@ -84,15 +83,9 @@ def saving(
     with rank_threads(RANKS) as them:
         managers: list[CheckpointManager] = managers_of(them, store, monkeypatch, **options)
 
-        def save(
-            step: int, state: Callable[[int], State], planner: Callable[[], SavePlanner] = DefaultSavePlanner
-        ) -> list[BaseException | None]:
-            states, planners = [state(rank) for rank in range(RANKS)], [planner() for _ in range(RANKS)]
-            ended = them.run(
-                lambda group: managers[group.rank].save(
-                    step, states[group.rank], planner=planners[group.rank], wait=True
-                )
-            )
+        def save(step: int, state: Callable[[int], State]) -> list[BaseException | None]:
+            states = [state(rank) for rank in range(RANKS)]
+            ended = them.run(lambda group: managers[group.rank].save(step, states[group.rank], wait=True))
             return [one.error for one in ended]
 
         yield save
@@ -306,23 +299,6 @@ def test_objects_and_numbers_of_the_lowest_rank_are_saved_in_each_job(
         assert "best_val_loss (2 values on 3 ranks; rank 0's is saved), last (3 values on 3 ranks; rank 0's" in text
 
 
-class OwnPlanner(DefaultSavePlanner):
-    """Planner of a user, of which nothing is known."""
-
-    def create_local_plan(self) -> Any:
-        """Plan as torch does."""
-        return super().create_local_plan()
-
-
-def test_objects_of_the_lowest_rank_under_a_planner_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object that rank 0 lacks is that of the lowest rank that has it."""
-    store = MemoryStore()
-    with saving(monkeypatch, store) as save:
-        values = [{"a": 1}, {"a": 2, "b": 3}, {"a": 4, "b": 5, "c": 6}]
-        assert save(1, lambda rank: values[rank], planner=OwnPlanner) == SAVED
-    assert load(store) == {"a": 1, "b": 3, "c": 6}
-
-
 def test_dcp_save_stores_the_objects_of_the_lowest_rank() -> None:
     """Plain dcp.save does, too; an object that rank 0 lacks is rank 1's."""
     store = MemoryStore()
@@ -344,7 +320,7 @@ def test_plans_that_torch_keeps_are_not_changed() -> None:
         plan = planner.create_local_plan()
         for _ in range(2):
             plans, _metadata = planner.create_global_plan([plan])
-            assert plan_cache.are_cached_by_torch(plans) == caches
+            assert writer._are_cached_by_torch(plans) == caches
 
 
 # ---- what it costs
@@ -386,7 +362,7 @@ def table_of(names: list[str], roles: list[int]) -> PlanTable:
     count = len(names)
     one = np.ones(count, dtype=np.uint8)
     return PlanTable(
-        packed_names=pack_names(names, None),
+        packed_names=pack_names(names, {}),
         is_object=np.zeros(count, dtype=bool),
         is_large=np.zeros(count, dtype=bool),
         role=np.array(roles, dtype=np.uint8),

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import io
 import pickle
 import re
 from collections.abc import Callable
@@ -169,7 +170,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "memory format": (lambda: torch.contiguous_format, "torch.memory_format", "the object itself"),
     "object array": (lambda: [np.array([None])], "numpy.ndarray", "[0]"),
     "record array": (lambda: np.zeros(1, [("a", "f4")]).view(np.recarray), "numpy.rec.recarray", "the object itself"),
-    "long double": (lambda: np.longdouble("0.1"), "numpy.longdouble", "the object itself"),
+    "long double": (lambda: np.longdouble("0.5"), "numpy.longdouble", "the object itself"),
+    "stream of bytes": (lambda: [io.BytesIO(b"abc")], "_io.BytesIO", "[0]"),
     "factory": (lambda: collections.defaultdict(Record), "collections.defaultdict", "the object itself"),
     "local enum": (in_function, "in_function.<locals>.Local", "the object itself"),
     "replaced class": (class_replaced, "Renamed", "the object itself"),

@@ -229,7 +229,6 @@ EXACT: dict[str, object] = {
         pathlib.Path(),
     ],
     "namespaces": [argparse.Namespace(lr=0.1, a=[1]), types.SimpleNamespace(b=(1,)), argparse.Namespace()],
-    "buffers": [(buffer := io.BytesIO(b"abc"), buffer.seek(2))[0], io.BytesIO()],
     "arrays": [array.array("d", [0.5]), array.array("b"), array.array("Q", [2**64 - 1])],
     "classes": [Point(1, [2]), Span(0), Color.RED, Color.CRIMSON, Color.BLUE, Level.LOW, Word.HELLO],
     "flags": [Access.READ, Access.READ | Access.WRITE, Access(0), Bits.A | Bits.B, Bits(64 | 1)],
@@ -244,8 +243,6 @@ EXACT: dict[str, object] = {
         np.timedelta64(5, "ns"),
         np.zeros(2, STRUCTURED)[0],
         np.void(b"abc"),
-        np.longdouble(0.5),
-        np.clongdouble(complex(0.5, -0.0)),
     ],
     "numpy arrays": [
         *(np.ones((2, 3), code) for code in "?bBhHiIlLefdFDmMSU"),
@@ -480,8 +477,14 @@ def test_an_unknown_layout_is_not_written_as_json() -> None:
     assert decode_object("k", encoded) is mkldnn
 
 
-# Without aliases, such as `longlong` of `int64`.
-kinds = st.sampled_from([kind for kind in np.sctypeDict.values() if np.dtype(np.dtype(kind).str).type is kind])
+# Without aliases, such as `longlong` of `int64`, and without those that are written no longer.
+kinds = st.sampled_from(
+    [
+        kind
+        for kind in np.sctypeDict.values()
+        if np.dtype(np.dtype(kind).str).type is kind and not issubclass(kind, (np.longdouble, np.clongdouble))
+    ]
+)
 zones = st.none() | st.builds(dt.timezone, st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)), st.text())
 rare = st.one_of(
     st.sampled_from([*Odd, *Real, *Loose, Loose(6), Access(0), ~Access.READ, *Word, *Color]),
@@ -491,7 +494,6 @@ rare = st.one_of(
     st.complex_numbers(),
     st.builds(np.complex64, st.complex_numbers(width=64)),
     st.builds(lambda kind, number: kind(number), kinds, st.integers(0, 99)),
-    st.floats().map(np.longdouble),
     st.builds(lambda when, fold, zone: when.replace(fold=fold, tzinfo=zone), st.datetimes(), st.integers(0, 1), zones),
     st.builds(lambda when, fold, zone: when.replace(fold=fold, tzinfo=zone), st.times(), st.integers(0, 1), zones),
     st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),

@@ -145,7 +145,6 @@ TAKEN_BY_US: dict[str, Callable[[], Any]] = {
     "range": lambda: [range(0, 10**30, 7), slice(1, None, 2)],
     "namespaces": lambda: [argparse.Namespace(lr=0.1, sizes=[1]), types.SimpleNamespace(b=(1,))],
     "array": lambda: array.array("d", [0.5, -0.0]),
-    "BytesIO": lambda: io.BytesIO(b"abc"),
     "torch.Generator": lambda: torch.Generator().manual_seed(7),
 }
 

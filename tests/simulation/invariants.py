@@ -16,8 +16,8 @@ from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.format.document import unseal
 from dcp_remote.format.keys import MANIFESTS_PREFIX
+from dcp_remote.run.info import CheckpointInfo
 from dcp_remote.run.retention import Candidate, Retention, decide
-from dcp_remote.run.run import CheckpointInfo
 from dcp_remote.storage.memory import MemoryObject
 from tests.simulation.world import BrokenError
 

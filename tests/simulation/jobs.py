@@ -46,10 +46,10 @@ from dcp_remote.format.shard import HeaderEntry, ShardNames, header
 from dcp_remote.loading.load import load
 from dcp_remote.loading.run_handle import Run as RunHandle
 from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.lookup import as_step, read_manifest_at
-from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best, Retention
 from dcp_remote.storage.base import Content
@@ -90,7 +90,7 @@ NAMES = ("model.frozen", "model.w", "optim.m")
 BYTES = 16
 
 # Attributes of a `JobSession` that belong to its machine, and are not copied with the job.
-_MACHINE = ("_store", "_sleep", "_uniform", "_new_id")
+_MACHINE = ("_store",)
 
 
 # Errors that an actor may get. An error that says that something is damaged is not among them.
@@ -300,13 +300,13 @@ class Trainer:
     def resume(self) -> None:
         """Go on from a checkpoint."""
         actor = self.actor
-        seen = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
-        newest = seen.catalog.latest() if seen is not None else None
-        if seen is None or newest is None or self.plan.resumes == "mistake":
+        catalog = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
+        newest = catalog.latest() if catalog is not None else None
+        if catalog is None or newest is None or self.plan.resumes == "mistake":
             return
         entry = newest
         if self.plan.resumes == "older":
-            entry = actor.rng.choice(seen.catalog.entries)
+            entry = actor.rng.choice(catalog.entries)
         self.step = entry.step
         if self.plan.resumes == "none":
             self.step = 0
@@ -516,10 +516,7 @@ class Trainer:
         return state, reused
 
     def _job(self) -> JobSession:
-        actor = self.actor
-        return JobSession(
-            actor.store, sleep=actor.sleep, uniform=actor.uniform, new_id=lambda: f"{actor.world.number():032x}"
-        )
+        return JobSession(self.actor.store)
 
 
 # ---- other actors of a run
@@ -542,7 +539,7 @@ def keep(actor: Actor, *, scene: Scene) -> None:
 
 
 def apply_retention(
-    actor: Actor, maintenance: Maintenance, by: Retention, *, owner: Owner | None = None, job: str | None = None
+    actor: Actor, maintenance: Deletions, by: Retention, *, owner: Owner | None = None, job: str | None = None
 ) -> None:
     """Apply retention and delete, as the manager does after a save."""
     actor.doing = Keeping(by, job)
@@ -554,7 +551,7 @@ def apply_retention(
     )
 
 
-def _remove(actor: Actor, maintenance: Maintenance) -> None:
+def _remove(actor: Actor, maintenance: Deletions) -> None:
     rng = actor.rng
     catalog = _catalog(actor)
     if not catalog.entries:
@@ -589,8 +586,8 @@ def _thin(actor: Actor, step: int) -> None:
     maintenance.delete(deadline=deadline)
 
 
-def _maintenance(actor: Actor) -> Maintenance:
-    return Maintenance(actor.store, sleep=actor.sleep, uniform=actor.uniform)
+def _maintenance(actor: Actor) -> Deletions:
+    return Deletions(actor.store)
 
 
 def collect(actor: Actor, *, rounds: int) -> None:
@@ -606,8 +603,6 @@ def collect(actor: Actor, *, rounds: int) -> None:
                 grace_seconds=grace_seconds,
                 timeout_seconds=100.0,
                 clock=actor.time,
-                sleep=actor.sleep,
-                uniform=actor.uniform,
             ),
         )
         if rounds > 1:
@@ -631,8 +626,6 @@ def _pin(actor: Actor, step: int | None = None) -> None:
             actor.store,
             lambda now: pin_entry(now, doing.step, pin=doing.pin),
             deadline=actor.deadline(SAVE_SECONDS),
-            sleep=actor.sleep,
-            uniform=actor.uniform,
         )
 
 
@@ -704,10 +697,10 @@ def record_error(actor: Actor, act: Callable[[], object]) -> None:
 
 
 def _catalog(actor: Actor) -> Catalog:
-    seen = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
-    if seen is None:
+    catalog = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
+    if catalog is None:
         raise CheckpointNotFoundError("There is no run here.")
-    return seen.catalog
+    return catalog
 
 
 # ---- a history
@@ -793,9 +786,7 @@ class History:
 
         def play(actor: Actor) -> None:
             actor.doing = Recovering()
-            record_error(
-                actor, lambda: recover(actor.store, timeout_seconds=100.0, sleep=actor.sleep, uniform=actor.uniform)
-            )
+            record_error(actor, lambda: recover(actor.store, timeout_seconds=100.0))
 
         for number in range(rng.randint(1, 2)):
             world.add(f"recover{number}", play, rests=True)
@@ -823,7 +814,7 @@ class History:
         def play(actor: Actor) -> None:
             if run.catalog is None and world.store.space.objects:
                 actor.doing = Recovering()
-                recover(actor.store, timeout_seconds=100.0, sleep=actor.sleep, uniform=actor.uniform)
+                recover(actor.store, timeout_seconds=100.0)
             for entry in run.catalog.entries if run.catalog is not None else ():
                 loaded(actor, run, entry.step)
             newest = run.catalog.latest() if run.catalog is not None else None
@@ -837,7 +828,7 @@ class History:
                 trainer.step += 1
             trainer._attempt(CheckpointLabels.of(trainer.step), borrow=True)
             actor.doing = Collecting(0.0)
-            remove_orphans(actor.store, grace_seconds=0.0, clock=actor.time, sleep=actor.sleep)
+            remove_orphans(actor.store, grace_seconds=0.0, clock=actor.time)
             left = sorted(set(world.store.space.objects) ^ run.named())
             if left:
                 raise BrokenError(f"objects that the catalog does not name are left after orphans were removed: {left}")

@@ -20,10 +20,10 @@ from dcp_remote.errors import CorruptCheckpointError, TransientStorageError
 from dcp_remote.format import catalog as rules
 from dcp_remote.format import keys
 from dcp_remote.format.catalog import Attempt, Catalog, Entry
-from dcp_remote.run import catalog_store, gc, lookup, maintenance
+from dcp_remote.run import catalog_store, deletions, gc, lookup
 from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.live_shards import LiveShards
-from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.retention import Candidate, Decision, Retention, decide
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.base import Condition, ObjectInfo, Version
@@ -126,11 +126,11 @@ def unpinned(by: Retention, live: Sequence[Candidate]) -> Decision:
 
 
 def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
-    seen = read_catalog(store)
-    after = change(seen.catalog) if seen is not None else None
-    if seen is not None and after is not None:
+    before = read_catalog(store)
+    after = change(before) if before is not None else None
+    if before is not None and after is not None:
         kept = {entry.manifest for entry in after.entries}
-        store.delete([entry.manifest for entry in seen.catalog.entries if entry.manifest not in kept])
+        store.delete([entry.manifest for entry in before.entries if entry.manifest not in kept])
     return catalog_store.swap(store, change, **other)
 
 
@@ -180,7 +180,7 @@ def by_the_local_clock(store: ObjectStore, *, clock: Callable[[], float], **othe
     return gc.remove_orphans(LocallyDated(store, clock), clock=clock, **other)
 
 
-def deciding_once(self: Maintenance, choose: maintenance.Choose, **other: Any) -> maintenance.Applied:
+def deciding_once(self: Deletions, choose: deletions.Choose, **other: Any) -> deletions.Applied:
     decided: list[Any] = []
 
     def chosen(now: Catalog) -> Any:
@@ -190,19 +190,19 @@ def deciding_once(self: Maintenance, choose: maintenance.Choose, **other: Any) -
     return CARRY_OUT(self, chosen, **other)
 
 
-def choosing_again(self: Maintenance, steps: Sequence[int | str], *, force: bool = False, **other: Any) -> object:
+def choosing_again(self: Deletions, steps: Sequence[int | str], *, force: bool = False, **other: Any) -> object:
     """Delete whatever a step or name means when the swap succeeds."""
 
     def choose(now: Catalog) -> Decision:
         entries = [lookup.find_entry(now, step, url="") for step in steps]
         if not force:
-            maintenance.require_expendable(now, entries)
+            deletions.require_expendable(now, entries)
         return Decision(retire=tuple(entry.step for entry in entries), thin=())
 
     return self._carry_out(choose, keys=(), explicit=True, **other)
 
 
-CARRY_OUT = Maintenance._carry_out
+CARRY_OUT = Deletions._carry_out
 LIVE = gc._live
 
 
@@ -234,8 +234,8 @@ def key_of_step(*, revision: int, step: int) -> str:
 LEFT_OUT: dict[str, tuple[str, object]] = {
     "the token": ("dcp_remote.run.job.add_entry", no_token),
     "the floor, of saves": ("dcp_remote.run.job.add_entry", no_floor_for_saves),
-    "the floor, of thinning": ("dcp_remote.run.maintenance.thin_entry", no_floor_for_thinning),
-    "raising the floor, of retiring": ("dcp_remote.run.maintenance.retire_entries", no_floor_by_retiring),
+    "the floor, of thinning": ("dcp_remote.run.deletions.thin_entry", no_floor_for_thinning),
+    "raising the floor, of retiring": ("dcp_remote.run.deletions.retire_entries", no_floor_by_retiring),
     "raising the floor, of gc": ("dcp_remote.run.gc.raise_floor", lambda catalog, floor: None),
     "looking at the step": ("dcp_remote.run.job.add_entry", no_look_at_the_step),
     "looking at what is replaced": ("dcp_remote.run.job.add_entry", no_look_at_what_is_replaced),
@@ -248,26 +248,26 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
         lambda there, names: set(there.names).issubset(names),
     ),
     "names, of saves": ("dcp_remote.format.catalog.Entry.is_replaceable_by", lambda there, names: not there.pinned),
-    "pins, of retention": ("dcp_remote.run.maintenance.decide", unpinned),
+    "pins, of retention": ("dcp_remote.run.deletions.decide", unpinned),
     "names, of retention": (
-        "dcp_remote.run.maintenance.decide",
+        "dcp_remote.run.deletions.decide",
         lambda by, live: decide(replace(by, keep_named=False), live),
     ),
     "marking what is abandoned": ("dcp_remote.run.job.add_entry", nothing_abandoned),
-    "the swap before deletion": ("dcp_remote.run.maintenance.swap", deleting_first),
-    "shards of other checkpoints": ("dcp_remote.run.leftovers.LiveShards", OwnShardsOnly),
+    "the swap before deletion": ("dcp_remote.run.deletions.swap", deleting_first),
+    "shards of other checkpoints": ("dcp_remote.run.deletions.LiveShards", OwnShardsOnly),
     "reading back a lost answer, of saves": ("dcp_remote.run.job.swap", taking_silence_for_success),
-    "reading back a lost answer, of retiring": ("dcp_remote.run.maintenance.swap", taking_silence_for_success),
-    "the condition": ("dcp_remote.run.maintenance.swap", overwriting_unseen),
-    "deciding in the swap": ("dcp_remote.run.maintenance.Maintenance._carry_out", deciding_once),
+    "reading back a lost answer, of retiring": ("dcp_remote.run.deletions.swap", taking_silence_for_success),
+    "the condition": ("dcp_remote.run.deletions.swap", overwriting_unseen),
+    "deciding in the swap": ("dcp_remote.run.deletions.Deletions._carry_out", deciding_once),
     "looking again after the floor was raised": ("dcp_remote.run.gc._live", looking_once()),
     "the store's clock": ("tests.simulation.jobs.remove_orphans", by_the_local_clock),
     "a fresh name for a thinned manifest": (
-        "dcp_remote.run.maintenance.manifest_key",
+        "dcp_remote.run.deletions.manifest_key",
         lambda *, revision, step: f"manifests/step-{step:012d}-{revision}-{0:016x}.json",
     ),
     "the revision in the name of a thinned manifest": (
-        "dcp_remote.run.maintenance.manifest_key",
+        "dcp_remote.run.deletions.manifest_key",
         lambda *, revision, step: keys.manifest_key(revision=0, step=step),
     ),
     "the revision in the names of shards": (
@@ -275,14 +275,14 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
         lambda *, revision, step: f"0-step-{step:012d}-",
     ),
     "looking again for what a reader misses": ("dcp_remote.run.lookup.read_entry", no_second_look),
-    "the token, of deleting and retention": ("dcp_remote.run.maintenance.require_owner", lambda catalog, owner: None),
+    "the token, of deleting and retention": ("dcp_remote.run.deletions.require_owner", lambda catalog, owner: None),
     "the token, of naming": ("dcp_remote.run.labels.require_owner", lambda catalog, owner: None),
     "moving names only if told to": (
         "dcp_remote.run.labels.name_entry",
         lambda catalog, step, names, *, move: rules.name_entry(catalog, step, names, move=True),
     ),
     "choosing the checkpoint to delete once": (
-        "dcp_remote.run.maintenance.Maintenance.retire",
+        "dcp_remote.run.deletions.Deletions.retire",
         choosing_again,
     ),
     "what lacks shards, of recovering": ("dcp_remote.run.recovery._why_not_whole", lambda manifest, shards: None),

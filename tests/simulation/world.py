@@ -24,7 +24,7 @@ import pytest
 
 from dcp_remote.common import deadline
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import (
     ConditionFailedError,
     DcpRemoteError,
@@ -35,11 +35,12 @@ from dcp_remote.errors import (
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.loading import downloads
 from dcp_remote.run import catalog_store, job, live_shards
-from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.conditional_put import Backoff
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
-from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
 _Answer = TypeVar("_Answer")
@@ -187,10 +188,6 @@ class Actor:
     def sleep(self, seconds: float) -> None:
         """Let time pass while others go on."""
         self.world.sleep(self, seconds)
-
-    def uniform(self, low: float, high: float) -> float:
-        """Return a random number, for jitter."""
-        return self.rng.uniform(low, high)
 
     def deadline(self, seconds: float) -> Deadline:
         """Return a deadline by this actor's clock."""
@@ -570,11 +567,9 @@ class _Cancellation:
     def cancel(self) -> None:
         """Do nothing: no thread waits."""
 
-    def clock(self) -> float:
-        return _clock()
-
-    def pause(self, seconds: float) -> None:
-        _sleep(seconds)
+    @property
+    def clock(self) -> Clock:
+        return Clock(_clock, _sleep)
 
 
 class _Pool:
@@ -616,16 +611,14 @@ def _sleep(seconds: float) -> None:
 def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
     """Replace time, names and threads by the simulation's, also where the package takes them by default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Deadline.__init__, "__defaults__", (_clock,))
-        patch.setitem(RetryingStore.__init__.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # the constructor has keyword defaults
+        patch.setattr(deadline, "SYSTEM_CLOCK", Clock(_clock, _sleep))
         for module in (uploads, downloads):
             patch.setattr(module, "Cancellation", _Cancellation)
             patch.setattr(module, "Workers", _Pool)
         patch.setattr(live_shards, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
         patch.setattr(job, "_describe_process", lambda: "")  # it differs between processes
-        # Methods of `Run`, which take no clock.
-        for call in (Maintenance.__init__, catalog_store.swap):
+        for call in (Deletions.__init__, DeletionQueue.__init__, Backoff.__init__, catalog_store.swap):
             patch.setitem(call.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # both have keyword defaults
         # Pure, and without a cache half of a history's time.
         for module in (catalog_json, manifest_json):

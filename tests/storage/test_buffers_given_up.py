@@ -12,8 +12,8 @@ import pytest
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import StorageError
 from dcp_remote.loading.downloads import Fetch, download
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.request_context import BufferLease, require_may_write, writes_nothing
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import InvalidArgumentError, StorageError, TransientStorageError
 from dcp_remote.storage import MemoryStore, ObjectStore, open_store
 from dcp_remote.storage.limits import ByteRate, LimitedStore, RequestSlots, StoreLimits, take_limits
@@ -39,7 +39,7 @@ def _unlimited(store: ObjectStore) -> ObjectStore:
 
 
 def _rate(clock: SleepClock, bytes_per_second: float) -> ByteRate:
-    return ByteRate("upload_bytes_per_second", bytes_per_second, clock=clock, sleep=clock.sleep)
+    return ByteRate("upload_bytes_per_second", bytes_per_second, clock=Clock(clock, clock.sleep))
 
 
 def test_uploads_keep_to_their_rate() -> None:

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.common.deadline import Clock, Deadline, RetryPolicy
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
-from dcp_remote.run.run import latest
+from dcp_remote.run.info import latest
 from dcp_remote.storage import MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.outages import Outage, name_speaker, outage_of
 from dcp_remote.storage.retrying import RetryingStore
@@ -23,10 +23,8 @@ URL = "memory://outage"
 def _retrying(store: ObjectStore, clock: SleepClock, outage: Outage, *, seconds: float = 1800.0) -> RetryingStore:
     return RetryingStore(
         store,
-        Deadline(seconds, clock),
+        Deadline(seconds, Clock(clock, clock.sleep, lambda low, high: 0.5)),
         RetryPolicy(first_delay_seconds=1.0, delay_seconds_max=16.0),
-        sleep=clock.sleep,
-        random=lambda: 0.5,
         outage=outage,
     )
 
@@ -195,8 +193,8 @@ def test_stores_of_a_url_share_their_outage() -> None:
     """Open two wrappers of one URL, as two ranges of a load do, and one of another."""
     memory = MemoryStore("shared-outage")
     first, second = RetryingStore(memory, Deadline(1)), RetryingStore(memory, Deadline(1))
-    assert first._terms.outage is second._terms.outage is outage_of(memory.url)
-    assert first.child("below")._terms.outage is first._terms.outage
+    assert first._outage is second._outage is outage_of(memory.url)
+    assert first.child("below")._outage is first._outage
     assert outage_of("memory://another-outage") is not outage_of(memory.url)
 
 

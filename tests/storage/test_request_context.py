@@ -12,8 +12,8 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage import open_fsspec_store
 from dcp_remote.storage.base import Version
-from dcp_remote.storage.cloud.config import Timeouts
 from dcp_remote.storage.cloud.store import open_cloud_store
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds, rounded_up
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url

@@ -152,7 +152,7 @@ def test_a_save_and_a_recovery(saved: Saved) -> None:
     with CheckpointManager(FlippingStore(run, is_first_way)) as manager:
         manager.save(1, {"x": 1}, wait=True)
         manager.save(2, {"x": 2}, wait=True)
-        assert manager.steps() == [1, 2]
+        assert manager.run.steps() == [1, 2]
     slot = read_slot(FlippingStore(saved.store, is_first_way))
     assert slot.head is not None
     assert slot.head.save_id == saved.manifest.save_id
@@ -167,9 +167,9 @@ def test_a_manifest_that_changes_between_ranks() -> None:
     store = RecordingStore(MemoryStore())
     with CheckpointManager(store) as manager:
         manager.save(1, {"x": 1}, wait=True)
-    seen = read_catalog(store)
-    assert seen is not None
-    (entry,) = seen.catalog.entries
+    found = read_catalog(store)
+    assert found is not None
+    (entry,) = found.entries
     data = fetch_entry(store, entry)
     store.clear()
     good = decode_entry(store, entry, data)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.common.deadline import Clock, Deadline, RetryPolicy
 from dcp_remote.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -31,7 +31,7 @@ TWO_ATTEMPTS_SECONDS = 1.2
 
 def _retrying(store: ObjectStore, clock: SleepClock, *, seconds: float = 60.0, random: float = 0.5) -> RetryingStore:
     policy = RetryPolicy(first_delay_seconds=1.0, delay_seconds_max=8.0)
-    return RetryingStore(store, Deadline(seconds, clock), policy, sleep=clock.sleep, random=lambda: random)
+    return RetryingStore(store, Deadline(seconds, Clock(clock, clock.sleep, lambda low, high: random)), policy)
 
 
 class TestRetryingStore(StoreSuite):
@@ -47,7 +47,7 @@ class TestRetryingStore(StoreSuite):
         ]
         clock = SleepClock()
         memory = MemoryStore(uuid.uuid4().hex)
-        return RetryingStore(FaultyStore(memory, faults), Deadline(1e9, clock), sleep=clock.sleep)
+        return RetryingStore(FaultyStore(memory, faults), Deadline(1e9, Clock(clock, clock.sleep)))
 
     def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
         _innermost(store).put(key, [data])

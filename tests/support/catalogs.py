@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
+from dcp_remote.common import deadline
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, add_entry
 from dcp_remote.format.catalog_json import decode, encode
+from dcp_remote.run import conditional_put
 from dcp_remote.run.catalog_store import Change, swap
+from dcp_remote.run.conditional_put import Backoff
 from dcp_remote.storage import MemoryStore, ObjectStore
 
 RUN = "f" * 32
@@ -124,14 +130,19 @@ def swapped(
 ) -> Catalog:
     """Swap as `catalog_store.swap` does, with pauses of full length that take no time."""
     clock = clock or Clock()
-    return swap(
-        store,
-        change,
-        create=create,
-        deadline=Deadline(seconds, clock),
-        sleep=clock.sleep,
-        uniform=lambda _low, high: high,
-    )
+    with full_pauses():
+        return swap(store, change, create=create, deadline=Deadline(seconds, clock), sleep=clock.sleep)
+
+
+@contextmanager
+def full_pauses(sleep: Callable[[float], None] | None = None) -> Iterator[None]:
+    """Make all pauses as long as they can be; and pass those of `Backoff` to a function, if there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conditional_put, "jitter", lambda low, high: high)
+        patch.setattr(deadline, "SYSTEM_CLOCK", replace(deadline.SYSTEM_CLOCK, uniform=lambda low, high: high))
+        if sleep is not None:
+            patch.setitem(Backoff.__init__.__kwdefaults__, "sleep", sleep)  # type: ignore[arg-type]  # it has keyword defaults
+        yield
 
 
 def commit(step: int) -> Change:

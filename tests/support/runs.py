@@ -22,8 +22,8 @@ from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.manifest import TORCH, Manifest, RunInfo, TensorKind
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import read_catalog, swap
+from dcp_remote.run.deletions import Applied, Deletions, require_expendable
 from dcp_remote.run.lookup import read_entry
-from dcp_remote.run.maintenance import Applied, Maintenance, require_expendable
 from dcp_remote.run.retention import Decision, Retention
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
@@ -112,8 +112,7 @@ def begin(
         metrics: Names and values.
     """
     asking = RetryingStore(store, Deadline(PATIENCE_SECONDS))
-    seen = read_catalog(asking)
-    now = seen.catalog if seen is not None else fence(store)
+    now = read_catalog(asking) or fence(store)
     there, source = now.entry_at(step), None if base is None else now.entry_at(base)
     if base is not None and source is None:
         raise CheckpointNotFoundError("The checkpoint whose shards are to be reused is gone.", step=base)
@@ -138,7 +137,7 @@ def commit(store: ObjectStore, attempt: Attempt) -> Entry:
     return attempt.entry
 
 
-def thin(maintenance: Maintenance, steps: Sequence[int], *, deadline: Deadline) -> Applied:
+def thin(maintenance: Deletions, steps: Sequence[int], *, deadline: Deadline) -> Applied:
     """Thin checkpoints by their steps, as retention does; refuse pinned ones and the newest."""
     keys = Retention().optimizer_keys
     save_ids: set[str] = set()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from dcp_remote import CheckpointManager, errors, import_checkpoint, latest, load, open_run
+from dcp_remote import CheckpointManager, Run, errors, import_checkpoint, latest, load, open_run
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.storage import open_store
 from dcp_remote.storage.base import Condition, Version
@@ -107,7 +107,7 @@ def test_damage_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise errors.StorageError("The store refuses.")
 
-    monkeypatch.setattr(CheckpointManager, "delete", refuse)
+    monkeypatch.setattr(Run, "delete", refuse)
     mark = bytes(range(100, 140))
     store = LosingStore(open_store(tmp_path / "run"))
     store.mark = mark

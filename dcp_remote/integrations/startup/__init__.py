@@ -1,1 +1,1 @@
-"""Folder on the path of programs that `python -m dcp_remote.run` starts; nothing imports from here."""
+"""Folder on the path of programs that `python -m dcp_remote.launch` starts; nothing imports from here."""

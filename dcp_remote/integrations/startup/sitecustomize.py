@@ -1,4 +1,4 @@
-"""Started by Python itself in each process of `python -m dcp_remote.run`: enables integrations when they are needed.
+"""Started by Python itself in each process of `python -m dcp_remote.launch`: enables integrations when they are needed.
 
 Waits until the program imports a framework, and enables the framework's integration then. Other processes import
 nothing of dcp_remote. An integration that cannot be enabled is reported when the framework is imported and when the

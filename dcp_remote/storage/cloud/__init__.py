@@ -1,27 +1,7 @@
 """S3, Google Cloud Storage and Azure Blob Storage as stores; `store.open_cloud_store` opens one.
 
-options, config, credentials and endpoint configure the clients of a bucket; clients creates them, once per process;
-range_reader, tls_stream, connector and circuit_breaker read ranges straight into memory; rate_limit reduces the request
-rate of an overloaded store; errors, failures, diagnosis and redaction turn the clients' errors into those of this
-package.
+provider is what differs from cloud to cloud; s3 (with endpoint, credentials and diagnosis), google and azure are the
+clouds. options are `storage_options`; clients creates obstore's clients, once per process, with the limits of timeouts.
+direct_reads and tls_stream read ranges straight into memory; throttle reduces the requests to an overloaded store;
+errors, failures and redaction turn the clients' errors into those of this package.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "circuit_breaker",
-    "clients",
-    "config",
-    "connector",
-    "credentials",
-    "diagnosis",
-    "endpoint",
-    "errors",
-    "failures",
-    "options",
-    "range_reader",
-    "rate_limit",
-    "redaction",
-    "store",
-    "tls_stream",
-]

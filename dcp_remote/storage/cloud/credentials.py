@@ -1,7 +1,7 @@
 """Credentials of S3: botocore finds and renews them, obstore signs with them, and the store decides if they are valid.
 
 Their expiry is never certain: a file is rewritten, a role is given new ones early. So after a store refused
-credentials, `BucketClients.renew_credentials` looks for newer ones.
+credentials, `S3.renew_credentials` looks for newer ones.
 """
 
 from __future__ import annotations
@@ -29,25 +29,21 @@ _FAILED_SECONDS = 30.0
 
 
 class S3Credentials:
-    """Provider of botocore's credentials for obstore, which calls it in a thread of its own to get fresh ones.
+    """Credentials of a botocore session for obstore, which calls this object in a thread to get fresh ones."""
 
-    Args:
-        credentials: Credentials of a botocore session.
-        before: Provider that this one replaces; its secrets stay secret.
-
-    Attributes:
-        last_given: Credentials that the last call returned; None before the first call.
-        changes: Number of calls that returned other credentials than the call before.
-        error: Error of the last call; None if it returned credentials.
-    """
-
-    def __init__(self, credentials: Credentials, *, before: S3Credentials | None = None) -> None:
-        """Store the arguments; nothing is fetched."""
+    def __init__(self, credentials: Credentials) -> None:
+        """Fetch nothing."""
         self._credentials = credentials
-        self._before = before.last_given if before is not None else None
-        self.last_given: ReadOnlyCredentials | None = None
-        self.changes = 0
-        self.error: Exception | None = None
+        self._before: ReadOnlyCredentials | None = None
+        self.last_given: ReadOnlyCredentials | None = None  # returned by the last call; None before the first
+        self.changes = 0  # number of times that there were other credentials than before
+        self.error: Exception | None = None  # of the last call
+
+    def replace(self, credentials: Credentials) -> None:
+        """Use other credentials from now on."""
+        self._credentials = credentials
+        self._before, self.last_given = self.last_given, None
+        self.changes += 1
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -55,30 +51,25 @@ class S3Credentials:
         known = (keys for keys in (self._before, self.last_given) if keys is not None)
         return tuple(text for keys in known for text in (keys.access_key, keys.secret_key, keys.token) if text)
 
-    def fetch(self) -> ReadOnlyCredentials:
-        """Return the current credentials; botocore renews them first if they expire soon.
-
-        Raises:
-            botocore.exceptions.BotoCoreError: The credentials cannot be renewed.
-            botocore.exceptions.ClientError: The service that issues credentials refused.
-        """
-        return self._credentials.get_frozen_credentials()
-
     def __call__(self) -> S3Credential:
         """Return credentials as obstore wants them, with an expiry after which obstore calls again.
 
         If a renewal fails, return the last credentials once more: botocore begins ten minutes before they expire, so
         the issuing service may be back in time.
         """
-        valid_seconds = _VALID_SECONDS
+        valid_seconds, credentials = _VALID_SECONDS, self._credentials
         try:
-            frozen = self.fetch()
+            frozen = credentials.get_frozen_credentials()
         except (BotoCoreError, ClientError, OSError, ValueError) as error:
+            if credentials is not self._credentials:
+                return self()  # replaced meanwhile
             if self.last_given is None:
-                # obstore would turn the error into a text: keep it for `BucketClients.take_credentials_error`.
+                # obstore would turn the error into a text: keep it for `S3.take_credentials_error`.
                 self.error = error
                 raise
             frozen, valid_seconds = self.last_given, _OBSTORE_REFRESH_SECONDS + _FAILED_SECONDS
+        if credentials is not self._credentials:
+            return self()
         self.error = None  # an earlier error that was never taken
         if self.last_given is not None and frozen != self.last_given:
             self._before = self.last_given
@@ -92,7 +83,7 @@ class S3Credentials:
         }
 
 
-def find_credentials(endpoint: S3Endpoint, bucket: str, *, before: S3Credentials | None = None) -> S3Credentials:
+def find_credentials(endpoint: S3Endpoint, bucket: str) -> Credentials:
     """Find credentials by botocore's rules: options, environment, files, then the instance, which costs a request.
 
     Raises:
@@ -102,10 +93,9 @@ def find_credentials(endpoint: S3Endpoint, bucket: str, *, before: S3Credentials
     credentials = endpoint.session.get_credentials()
     if credentials is None:
         raise PermissionDeniedError(
-            "No credentials were found. Give storage_options['profile_name'], or 'aws_access_key_id' and "
-            "'aws_secret_access_key'; or set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; or write "
-            "~/.aws/credentials (`aws configure`); or run with an instance or container role. For a public bucket "
-            "give 'anon': True.",
+            "No credentials were found. Give aws_access_key_id and aws_secret_access_key, or profile_name, in "
+            "storage_options; or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; or use `aws "
+            "configure`, or a role. For a public bucket give storage_options['anon'] = True.",
             bucket=bucket,
         )
-    return S3Credentials(credentials, before=before)
+    return credentials

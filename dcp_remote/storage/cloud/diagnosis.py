@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -12,22 +14,19 @@ from botocore.awsrequest import AWSRequest
 from botocore.httpsession import URLLib3Session
 from botocore.utils import get_environ_proxies
 
-from dcp_remote.errors import BucketNotFoundError, Detail, PermissionDeniedError, StorageError, TransientStorageError
-from dcp_remote.storage.cloud.endpoint import S3Endpoint, presign_s3
+from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
+from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, presign_s3
 from dcp_remote.storage.cloud.errors import (
     ADVICE,
-    CREDENTIALS_CODES,
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
     WHAT,
     CloudError,
-    ErrorClass,
     classify_error,
     find_error_code,
     first_match,
-    make_bucket_error,
+    make_s3_bucket_error,
 )
-from dcp_remote.storage.cloud.options import S3Options
 
 # OpenSSL's name of the only alert that reports the server's own state.
 _TLS_INTERNAL_ERROR = "TLSV1_ALERT_INTERNAL_ERROR"
@@ -39,45 +38,50 @@ _PROBE_KEY = "dcp-remote-diagnosis"
 _PROBE_TIMEOUTS_SECONDS = (3.0, 5.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Result of a diagnosis, from which errors for all requests that fail at that time are made.
+# Time for which a diagnosis without a lasting cause is reused: one per request would double a storm of 503.
+_REUSE_SECONDS = 30.0
 
-    Attributes:
-        error_class: Class of the errors.
-        what: Message of the errors.
-        details: Names and values to show behind the message.
-    """
+# Time for which a cause that a retry does not cure is reused: long enough for threads that failed together, and not for
+# a user's fix.
+_REUSE_LASTING_SECONDS = 2.0
 
-    error_class: ErrorClass
-    what: str
-    details: tuple[tuple[str, Detail], ...] = ()
 
-    def error(self, *, verb: str, url: str) -> CloudError:
-        """Return the error for one request; that of a missing bucket is the same for all requests."""
-        if self.error_class is BucketNotFoundError:
-            return BucketNotFoundError(self.what, **dict(self.details))
-        return self.error_class(self.what, verb=verb, url=url, **dict(self.details))
+class LastDiagnosis:
+    """The last diagnosis of a bucket, which is reused for a while: a hundred failures cost one. For many threads."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._lock = threading.Lock()
+        self._found: CloudError | None = None
+        self._again_at = 0.0
+
+    def get(self, diagnose: Callable[[], CloudError | None], *, reuse: bool) -> CloudError | None:
+        """Return the last result if it may be reused, or else that of `diagnose`."""
+        with self._lock:
+            if not reuse or time.monotonic() >= self._again_at:
+                self._found = diagnose()
+                is_lasting = self._found is not None and not isinstance(self._found, TransientStorageError)
+                self._again_at = time.monotonic() + (_REUSE_LASTING_SECONDS if is_lasting else _REUSE_SECONDS)
+            return self._found
+
+    def forget(self) -> None:
+        """Wait for the diagnosis that is under way, and reuse no result from before."""
+        with self._lock:
+            self._again_at = 0.0
 
 
 def diagnose_s3(
     endpoint: S3Endpoint, options: S3Options, *, bucket: str, prefix: str, listing: bool = False
-) -> Diagnosis | None:
+) -> CloudError | None:
     """Find out why requests to a bucket fail, by one GET of an object that does not exist; at most 8 s.
 
     The answer to a GET, unlike that to a HEAD, has a body with an error code, and a GET needs no grant to list. It uses
     the endpoint, addressing style, region and credentials of the failed request. It is not retried and follows no
-    redirect.
-
-    Args:
-        endpoint: Endpoint of the bucket.
-        options: Options that sign the request.
-        bucket: Name of the bucket.
-        prefix: Prefix of the store; the grant may end there.
-        listing: True if a listing failed: then list one object, because obstore does not show that a listing is denied.
+    redirect. If a listing failed, one object is listed instead, because obstore does not show that a listing is denied.
 
     Returns:
-        None if nothing is found: the bucket answers well, or is as overloaded as before.
+        An error without the details of a request. None if nothing is found: the bucket answers well, or is as
+        overloaded as before.
     """
     key = f"{prefix}/{_PROBE_KEY}" if prefix else _PROBE_KEY
     try:
@@ -100,87 +104,75 @@ def diagnose_s3(
         error_class = classify_error(error)
         if error_class is TransientStorageError:
             return _report_unreachable(endpoint)
-        return Diagnosis(error_class, "Requests can no longer be signed.", (("cause", type(error).__name__),))
-    return _diagnose_answer(
-        status=answer.status_code,
-        code=find_error_code(body) or "",
-        answered_region=answer.headers.get("x-amz-bucket-region")
+        return error_class("Requests can no longer be signed.", cause=type(error).__name__)
+    answered_region = (
+        answer.headers.get("x-amz-bucket-region")
         or first_match(r"<Region>([\w-]{1,64})</Region>", body)
-        or first_match(r"\.([a-z]{2}-[a-z-]+-\d+)\.amazonaws\.com", answer.headers.get("Location", "")),
-        endpoint=endpoint,
-        bucket=bucket,
-        listing=listing,
+        or first_match(r"\.([a-z]{2}-[a-z-]+-\d+)\.amazonaws\.com", answer.headers.get("Location", ""))
     )
+    status, code = answer.status_code, find_error_code(body) or ""
+    if listing and status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) and code not in ADVICE:
+        return PermissionDeniedError(WHAT[PermissionDeniedError], code=code, endpoint=endpoint.endpoint_url)
+    return _diagnose_answer(status, code, answered_region, endpoint=endpoint, bucket=bucket)
 
 
-def _report_unreachable(endpoint: S3Endpoint) -> Diagnosis:
-    return Diagnosis(
-        TransientStorageError,
+def _report_unreachable(endpoint: S3Endpoint) -> StorageError:
+    return TransientStorageError(
         "The endpoint cannot be reached, or does not answer: check endpoint_url, the network and the proxy.",
-        (("endpoint", endpoint.endpoint_url),),
+        endpoint=endpoint.endpoint_url,
     )
 
 
-def _diagnose_tls(error: botocore_exceptions.SSLError, endpoint: S3Endpoint) -> Diagnosis:
-    """Return the diagnosis for a failed TLS handshake: certificate, protocol, or a server that is restarting."""
-    shown_endpoint = ("endpoint", endpoint.endpoint_url)
+def _diagnose_tls(error: botocore_exceptions.SSLError, endpoint: S3Endpoint) -> StorageError:
+    """Return the error for a failed TLS handshake: certificate, protocol, or a server that is restarting."""
     # botocore wraps urllib3's error, which wraps that of ssl; only a wrong host name is found by urllib3 itself.
     inner = next(iter(error.kwargs["error"].args), None)
     if isinstance(inner, ssl.SSLCertVerificationError) or not isinstance(inner, ssl.SSLError):
-        cause = inner.verify_message if isinstance(inner, ssl.SSLCertVerificationError) else str(inner)
-        return Diagnosis(
-            StorageError,
+        return StorageError(
             "The certificate of the endpoint is not trusted: give the certificate file of its authority as "
             "storage_options['verify'].",
-            (shown_endpoint, ("cause", cause)),
+            endpoint=endpoint.endpoint_url,
+            cause=inner.verify_message if isinstance(inner, ssl.SSLCertVerificationError) else str(inner),
         )
     # Load balancers break off handshakes while they restart or are overloaded: a later attempt may pass.
     if inner.reason == _TLS_INTERNAL_ERROR or isinstance(inner, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return _report_unreachable(endpoint)
-    return Diagnosis(
-        StorageError,
+    return StorageError(
         "TLS with the endpoint fails: it speaks plain http, offers only unsafe versions or ciphers of TLS, or asks for "
         "a client certificate. Check endpoint_url.",
-        (shown_endpoint, ("cause", inner.reason)),
+        endpoint=endpoint.endpoint_url,
+        cause=inner.reason,
     )
 
 
 def _diagnose_answer(
-    *, status: int, code: str, answered_region: str | None, endpoint: S3Endpoint, bucket: str, listing: bool
-) -> Diagnosis | None:
-    """Return what the store's answer to the GET shows about its bucket; None if nothing."""
-    shown_endpoint = ("endpoint", endpoint.endpoint_url)
+    status: int, code: str, answered_region: str | None, *, endpoint: S3Endpoint, bucket: str
+) -> StorageError | None:
+    """Return the error that the store's answer to the GET shows; None if it shows nothing."""
+    used_region, endpoint_url = endpoint.region_name, endpoint.endpoint_url
     if code == NO_SUCH_BUCKET_CODE:
-        missing = make_bucket_error("s3", bucket, endpoint_url=endpoint.endpoint_url, region_name=endpoint.region_name)
-        return Diagnosis(BucketNotFoundError, missing.what, tuple(missing.details.items()))
+        return make_s3_bucket_error(bucket, endpoint_url=endpoint_url, region_name=used_region)
     is_redirect = HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST
     # 400 is AuthorizationHeaderMalformed: the request was signed for a region that is not the endpoint's.
-    is_other_region = answered_region is not None and answered_region != endpoint.region_name
+    is_other_region = answered_region is not None and answered_region != used_region
     if is_other_region and (is_redirect or status == HTTPStatus.BAD_REQUEST):
-        return Diagnosis(
-            StorageError,
-            f"The bucket lies in another region: set storage_options['region_name'] (or AWS_DEFAULT_REGION) to "
+        return StorageError(
+            "The bucket lies in another region: set storage_options['region_name'] (or AWS_DEFAULT_REGION) to "
             f"{answered_region!r}.",
-            (
-                ("bucket", bucket),
-                ("bucket_region", answered_region),
-                ("used_region", endpoint.region_name),
-                shown_endpoint,
-            ),
+            bucket=bucket,
+            bucket_region=answered_region,
+            used_region=used_region,
+            endpoint=endpoint_url,
         )
     if is_redirect:
-        return Diagnosis(
-            StorageError,
-            SENT_ELSEWHERE,
-            (("bucket", bucket), ("status", status), ("used_region", endpoint.region_name), shown_endpoint),
+        return StorageError(
+            SENT_ELSEWHERE, bucket=bucket, status=status, used_region=used_region, endpoint=endpoint_url
         )
-    if code in CREDENTIALS_CODES:
-        return Diagnosis(PermissionDeniedError, ADVICE[code], (("code", code), shown_endpoint))
+    if code in ADVICE:
+        return PermissionDeniedError(ADVICE[code], code=code, endpoint=endpoint_url)
     if status == HTTPStatus.BAD_REQUEST:  # the same GET would be malformed again
-        return Diagnosis(
-            StorageError, "The store rejects the requests as malformed; see the code.", (("code", code), shown_endpoint)
+        return StorageError(
+            "The store rejects the requests as malformed; see the code.", code=code, endpoint=endpoint_url
         )
-    if listing and status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return Diagnosis(PermissionDeniedError, WHAT[PermissionDeniedError], (("code", code), shown_endpoint))
     # Without s3:ListBucket, S3 answers 403 for any missing object; 5xx and 429 say nothing new.
     return None

@@ -2,8 +2,8 @@
 
 `ERROR_CLASSES` is the whole mapping, by class. obstore has one class, `GenericError`, for timeouts, refused
 connections, 5xx, redirects and other failures; its text is for people, so nothing is decided by its words. But the text
-quotes the store's error code, and some codes are final (`find_final_error`). Where the store gave no code and the
-difference matters, `diagnosis` asks the store once more, by a request that shows status and error code.
+quotes the store's error code, and some codes are final (`translate`). Where the store gave no code and the difference
+matters, `diagnosis` asks the store once more, by a request that shows status and error code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     obstore_exceptions.PermissionDeniedError: PermissionDeniedError,
     obstore_exceptions.UnauthenticatedError: PermissionDeniedError,
     # botocore, which reads the configuration, finds credentials and sends the diagnosis.
-    botocore_exceptions.BotoCoreError: StorageError,
+    botocore_exceptions.BotoCoreError: InvalidArgumentError,  # configuration, unless it is one of the following
     # Network: a later attempt may pass.
     botocore_exceptions.ConnectionError: TransientStorageError,
     botocore_exceptions.HTTPClientError: TransientStorageError,
@@ -78,44 +78,6 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     botocore_exceptions.LoginError: PermissionDeniedError,
     # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them.
     botocore_exceptions.ClientError: PermissionDeniedError,
-    # Configuration.
-    botocore_exceptions.ProfileNotFound: InvalidArgumentError,
-    botocore_exceptions.ConfigNotFound: InvalidArgumentError,
-    botocore_exceptions.ConfigParseError: InvalidArgumentError,
-    botocore_exceptions.InvalidConfigError: InvalidArgumentError,
-    botocore_exceptions.NoRegionError: InvalidArgumentError,
-    botocore_exceptions.UnknownRegionError: InvalidArgumentError,
-    botocore_exceptions.ServiceNotInRegionError: InvalidArgumentError,
-    botocore_exceptions.ValidationError: InvalidArgumentError,  # InvalidRegionError among them
-    botocore_exceptions.ParamValidationError: InvalidArgumentError,
-    botocore_exceptions.MissingParametersError: InvalidArgumentError,
-    botocore_exceptions.BaseEndpointResolverError: InvalidArgumentError,
-    botocore_exceptions.EndpointProviderError: InvalidArgumentError,
-    botocore_exceptions.InvalidEndpointConfigurationError: InvalidArgumentError,
-    botocore_exceptions.InvalidEndpointDiscoveryConfigurationError: InvalidArgumentError,
-    botocore_exceptions.InvalidDNSNameError: InvalidArgumentError,
-    botocore_exceptions.InvalidHostLabelError: InvalidArgumentError,
-    botocore_exceptions.InvalidProxiesConfigError: InvalidArgumentError,
-    botocore_exceptions.InvalidDefaultsMode: InvalidArgumentError,
-    botocore_exceptions.InvalidChecksumConfigError: InvalidArgumentError,
-    botocore_exceptions.InvalidIMDSEndpointError: InvalidArgumentError,
-    botocore_exceptions.InvalidIMDSEndpointModeError: InvalidArgumentError,
-    botocore_exceptions.InvalidRetryConfigurationError: InvalidArgumentError,
-    botocore_exceptions.InvalidS3AddressingStyleError: InvalidArgumentError,
-    botocore_exceptions.InvalidS3UsEast1RegionalEndpointConfigError: InvalidArgumentError,
-    botocore_exceptions.InvalidSTSRegionalEndpointsConfigError: InvalidArgumentError,
-    botocore_exceptions.UnknownSignatureVersionError: InvalidArgumentError,
-    # Newer than botocore 1.41.5, which Axolotl pins.
-    getattr(botocore_exceptions, "UnknownTokenProviderError", botocore_exceptions.BaseEndpointResolverError): (
-        InvalidArgumentError
-    ),
-    botocore_exceptions.UnsupportedSignatureVersionError: InvalidArgumentError,
-    botocore_exceptions.UnsupportedOutpostResourceError: InvalidArgumentError,
-    botocore_exceptions.UnsupportedS3AccesspointConfigurationError: InvalidArgumentError,
-    botocore_exceptions.UnsupportedS3ArnError: InvalidArgumentError,
-    botocore_exceptions.UnsupportedS3ConfigurationError: InvalidArgumentError,
-    botocore_exceptions.UnsupportedS3ControlArnError: InvalidArgumentError,
-    botocore_exceptions.UnsupportedS3ControlConfigurationError: InvalidArgumentError,
 }
 
 # Errors of the operating system, known by their number only, that a later attempt may not meet.
@@ -144,16 +106,14 @@ ADVICE = {
     "SignatureDoesNotMatch": "The secret key is not that of the access key.",
 }
 
-CREDENTIALS_CODES = frozenset(ADVICE)
-
 NO_SUCH_BUCKET_CODE = "NoSuchBucket"
 
-# The same of S3 and Google Cloud, and of Azure. obstore raises a listing's 404 as GenericError.
-NO_BUCKET_CODES = frozenset({NO_SUCH_BUCKET_CODE, "ContainerNotFound"})
+# Code of a range that begins at or after the end of the object, on all three clouds.
+SHORT_OBJECT_CODE = "InvalidRange"
 
 # Error classes by S3's error code, where the HTTP status says less; failed keys of DeleteObjects have no status.
 _CLASSES_BY_CODE: dict[str, type[StorageError]] = {
-    **dict.fromkeys((*CREDENTIALS_CODES, "AccessDenied"), PermissionDeniedError),
+    **dict.fromkeys((*ADVICE, "AccessDenied"), PermissionDeniedError),
     **dict.fromkeys(("NoSuchKey", "NoSuchVersion"), ObjectNotFoundError),
     # The first five have status 400, and are caused by the network.
     **dict.fromkeys(("RequestTimeout", "IncompleteBody", "BadDigest"), TransientStorageError),
@@ -238,12 +198,7 @@ def classify_error(error: BaseException) -> ErrorClass:
 
 
 def classify_answer(status: int, code: str = "") -> type[StorageError]:
-    """Return this package's class for an answer of a store over HTTP.
-
-    Args:
-        status: HTTP status, of 400 or more; 0 if unknown.
-        code: Error code of S3; empty if unknown.
-    """
+    """Return this package's class for an answer: by its HTTP status (0: unknown), and S3's error code."""
     if code in _FINAL:
         return StorageError
     default = TransientStorageError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else StorageError
@@ -253,91 +208,59 @@ def classify_answer(status: int, code: str = "") -> type[StorageError]:
 def make_answer_error(
     status: int, code: str, *, verb: str, url: str, cause: str = "", condition: Condition = "any"
 ) -> StorageError:
-    """Return the error of this package for an answer of S3, by its status and error code; see `classify_answer`.
-
-    Args:
-        status: HTTP status; 0 if unknown.
-        code: Error code; empty if unknown.
-        verb: Verb of the store contract.
-        url: URL of the object or the prefix.
-        cause: Message of the client, without secrets.
-        condition: Condition of a put.
-    """
+    """Return the error of this package for an answer of S3; `cause` has no secrets, `condition` is that of a put."""
     error_class = classify_answer(status, code)
     is_missing = status == HTTPStatus.NOT_FOUND and code != NO_SUCH_BUCKET_CODE
     # 409: another conditional write of this key is in progress. 404: a swap of an object that does not exist.
     if (condition != "any" and status == HTTPStatus.CONFLICT) or (condition not in ("any", "absent") and is_missing):
         error_class = ConditionFailedError
-    what = _FINAL.get(code) or add_advice(WHAT[error_class], code)
-    details = {"verb": verb, "url": url, "code": code, "cause": cause}
-    return error_class(what, **{name: value for name, value in details.items() if value})
+    what = _FINAL.get(code) or _add_advice(WHAT[error_class], code)
+    return error_class(what, **_details(verb=verb, url=url, code=code, cause=cause))
 
 
 def make_bucket_error(
-    scheme: str, bucket: str, *, endpoint_url: str | None = None, region_name: str | None = None
+    bucket: str, command: str, *, kind: str = "bucket", where: str = "URL", endpoint_url: str | None, **details: str
 ) -> BucketNotFoundError:
-    """Return the error for a bucket that does not exist: the same for every request, with the command that creates it.
-
-    Args:
-        scheme: "s3", "gs" or "az".
-        bucket: Name of the bucket or container.
-        endpoint_url: URL of the server; None for the cloud's own.
-        region_name: Region that requests are signed for; None if the cloud has none.
-    """
-    where = "URL"
-    if scheme == "s3":
-        where = "URL, the region_name or the endpoint_url"
-        is_amazon = endpoint_url is None or ".amazonaws." in endpoint_url
-        command = f"aws s3 mb s3://{bucket}" + (f" --region {region_name}" if region_name else "")
-        command += "" if is_amazon else f" --endpoint-url {endpoint_url}"
-    elif scheme == "gs":
-        command = f"gcloud storage buckets create gs://{bucket}"
-    else:
-        where = "URL or the account_name"
-        command = f"az storage container create --name {bucket}"
-    kind = "container" if scheme == "az" else "bucket"
+    """Return the error for a missing bucket: the same for every request, with the command that creates it."""
     return BucketNotFoundError(
         f"The {kind} does not exist, and is never created implicitly. Create it (`{command}`), or correct the {where}.",
         bucket=bucket,
         endpoint=endpoint_url,
-        region=region_name,
+        **details,
     )
+
+
+def make_s3_bucket_error(bucket: str, *, endpoint_url: str | None, region_name: str | None) -> BucketNotFoundError:
+    """Return the error for a bucket of S3; both options are None if unknown."""
+    command = f"aws s3 mb s3://{bucket}" + (f" --region {region_name}" if region_name else "")
+    if endpoint_url is not None and ".amazonaws." not in endpoint_url:
+        command += f" --endpoint-url {endpoint_url}"
+    where = "URL, the region_name or the endpoint_url"
+    region = {"region": region_name} if region_name else {}
+    return make_bucket_error(bucket, command, where=where, endpoint_url=endpoint_url, **region)
 
 
 def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[str], what: str = "") -> CloudError:
-    """Return the error of this package for a client's, with verb, URL and, if the store gave one, its error code.
+    """Return the error of this package for a client's: by the store's error code if that is final, else by its class.
 
-    Args:
-        error: Error that a client raised.
-        verb: Verb of the store contract.
-        url: URL of the object or the prefix.
-        secrets: Texts that the error must not show, even if the store echoes them.
-        what: Message to use instead of the one for the class of `error`.
+    The error does not show the secrets, even if the store echoes them. `what` replaces the message of its class.
     """
-    error_class = classify_error(error)
-    text = str(error)
-    code = find_error_code(text)
-    details = {"verb": verb, "url": url, "code": code, "cause": describe_cause(text, secrets)}
+    error_class, code = classify_error(error), find_error_code(str(error)) or ""
+    if code in _FINAL:
+        error_class, what = StorageError, _FINAL[code]
+    elif code in ADVICE:
+        error_class = PermissionDeniedError
+    elif verb == "list" and code == "NoSuchKey":
+        error_class = StorageError
+        what = "The store takes a listing for the read of an object: endpoint_url must not end with the bucket's name."
+    cause = describe_cause(str(error), secrets)
     return error_class(
-        add_advice(what or WHAT[error_class], code), **{name: value for name, value in details.items() if value}
+        _add_advice(what or WHAT[error_class], code), **_details(verb=verb, url=url, code=code, cause=cause)
     )
 
 
-def find_final_error(error: BaseException, *, verb: str, url: str, secrets: Sequence[str]) -> CloudError | None:
-    """Return an error if the store answered this request with a code that no later attempt will change; else None."""
-    code = find_error_code(str(error))
-    if code is None or not isinstance(error, obstore_exceptions.BaseError):
-        return None
-    cause = describe_cause(str(error), secrets)
-    if code in _FINAL:
-        return StorageError(_FINAL[code], verb=verb, url=url, code=code, cause=cause)
-    if verb == "list" and code == "NoSuchKey":
-        what = "The store takes a listing for the read of an object: endpoint_url must not end with the bucket's name."
-        return StorageError(what, verb=verb, url=url, code=code, cause=cause)
-    if code in CREDENTIALS_CODES:
-        what = add_advice(WHAT[PermissionDeniedError], code)
-        return PermissionDeniedError(what, verb=verb, url=url, code=code, cause=cause)
-    return None
+def _details(**details: str) -> dict[str, str]:
+    return {name: value for name, value in details.items() if value}
 
 
 def find_error_code(text: str) -> str | None:
@@ -345,9 +268,8 @@ def find_error_code(text: str) -> str | None:
     return first_match(r"<Code>(\w{1,64})</Code>", text)
 
 
-def add_advice(what: str, code: str | None) -> str:
-    """Return a message with advice for an error code of S3 appended, where there is any."""
-    advice = ADVICE.get(code or "") or (_DENIED_ADVICE if code == "AccessDenied" else "")
+def _add_advice(what: str, code: str) -> str:
+    advice = ADVICE.get(code) or (_DENIED_ADVICE if code == "AccessDenied" else "")
     return f"{what} {advice}" if advice else what
 
 

@@ -7,8 +7,8 @@ a deadline), no upload is multipart, no bucket is ever created.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import obstore
@@ -32,28 +32,34 @@ from dcp_remote.storage.base import (
     make_oversize_error,
     make_short_error,
     may_follow,
-    quote_etag,
 )
-from dcp_remote.storage.cloud.circuit_breaker import DirectCounts
-from dcp_remote.storage.cloud.clients import FAILURES, BucketClients
-from dcp_remote.storage.cloud.config import Timeouts
-from dcp_remote.storage.cloud.errors import classify_error
-from dcp_remote.storage.cloud.failures import FailedRequest, raise_failure
-from dcp_remote.storage.cloud.options import CloudOptions, S3Options, parse_options
-from dcp_remote.storage.cloud.rate_limit import REFUSAL_SECONDS_MAX
+from dcp_remote.storage.cloud.azure import Azure
+from dcp_remote.storage.cloud.clients import Clients
+from dcp_remote.storage.cloud.direct_reads import DirectCounts, DirectReads, Outcome
+from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code
+from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
+from dcp_remote.storage.cloud.google import GoogleCloud
+from dcp_remote.storage.cloud.options import CloudOptions
+from dcp_remote.storage.cloud.provider import FAILURES, Provider
+from dcp_remote.storage.cloud.s3 import S3
+from dcp_remote.storage.cloud.throttle import Throttle
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
+from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, PutMode, PutResult
+    from obstore import ObjectMeta, PutMode
 
 _Answer = TypeVar("_Answer")
 
+CLOUDS: dict[str, type[Provider]] = {"s3": S3, "gs": GoogleCloud, "az": Azure}
+
 _CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
 
-# Verbs that a save or a load sends in large numbers; only their requests count against the request limit.
-_RATE_LIMITED_VERBS = frozenset({"put", "get_into"})
+# Verbs that a save or a load sends in large numbers; only their requests are throttled.
+_THROTTLED_VERBS = frozenset({"put", "get_into"})
 
 # The most keys that one DeleteObjects request of S3 takes. obstore splits further for stores that take fewer.
 _DELETE_KEYS_MAX = 1000
@@ -70,16 +76,26 @@ def open_cloud_store(
 ) -> CloudStore:
     """Open the bucket and prefix of a URL. Sends nothing; the first request creates clients and finds credentials.
 
-    Args:
-        parsed: URL with the scheme s3, gs or az.
-        options: `storage_options`; see `S3Options`, `GoogleOptions`, `AzureOptions`.
-        timeouts: Limits after which a request counts as stalled.
-
     Raises:
         InvalidArgumentError: An option is unknown or has the wrong type.
     """
-    clients = BucketClients(parsed, parse_options(parsed.scheme, options), timeouts or Timeouts())
-    return CloudStore(parsed, clients)
+    return CloudStore(parsed, Bucket(CLOUDS[parsed.scheme].parse(parsed.bucket, options), timeouts or Timeouts()))
+
+
+class Bucket:
+    """What the stores of one bucket share: a store and its children."""
+
+    def __init__(self, provider: Provider, timeouts: Timeouts) -> None:
+        """Create and send nothing."""
+        self.provider = provider
+        self.timeouts = timeouts
+        self.clients = Clients(provider, timeouts)
+        self.throttle = Throttle()
+        self.direct = DirectReads(
+            provider.bucket,
+            connect_seconds=provider.options.connect_timeout_seconds,
+            silence_seconds=timeouts.silence_seconds,
+        )
 
 
 class CloudStore:
@@ -89,10 +105,12 @@ class CloudStore:
     start processes with spawn or forkserver.
     """
 
-    def __init__(self, parsed: ParsedUrl, clients: BucketClients) -> None:
+    def __init__(self, parsed: ParsedUrl, bucket: Bucket) -> None:
         """Store the arguments; nothing is sent."""
         self._parsed = parsed
-        self._clients = clients
+        self._bucket = bucket
+        self._provider = bucket.provider
+        self._clients = bucket.clients
 
     def __repr__(self) -> str:
         """Return the class and URL, without options: some are secrets."""
@@ -100,7 +118,7 @@ class CloudStore:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the configuration, explicit credentials included; treat such a pickle as a secret."""
-        return _reopen, (self._parsed, self._clients.options, self._clients.timeouts)
+        return _reopen, (self._parsed, self._provider.options, self._bucket.timeouts)
 
     @property
     def url(self) -> str:
@@ -115,16 +133,16 @@ class CloudStore:
     @property
     def direct_counts(self) -> DirectCounts:
         """Counts of the ranges that this process read, of this store and its children; zeros except for S3."""
-        return self._clients.direct_counts
+        return self._bucket.direct.counts
 
     def child(self, prefix: str) -> CloudStore:
         """Implement `ObjectStore.child`."""
-        return CloudStore(self._parsed.child(prefix), self._clients)
+        return CloudStore(self._parsed.child(prefix), self._bucket)
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request."""
         path = self._path(key)
-        meta = self._send("head", key, lambda: obstore.head(self._clients.client(download=True), path))
+        meta = self._send("head", key, lambda: obstore.head(self._clients.get(download=True), path))
         return self._info(key, meta)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
@@ -136,51 +154,72 @@ class CloudStore:
         path = self._path(key)
 
         def request() -> Content:
-            result = obstore.get(self._clients.client(download=True, size_bytes=limit_bytes), path)
+            result = obstore.get(self._clients.get(download=True, size_bytes=limit_bytes), path)
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
                 raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
-            return Content(data=bytes(result.bytes()), version=self._version(result.meta))
+            return Content(data=bytes(result.bytes()), version=self._provider.version_of(result.meta))
 
         return self._send("get", key, request)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Implement `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read.
-
-        After a failure that may mean that the object is too short, one HEAD more.
-        """
+        """Implement `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read."""
         path = self._path(key)
         stop = start + len(buffer)
 
         def read_with_obstore() -> memoryview:
-            client = self._clients.client(download=True, size_bytes=len(buffer))
+            client = self._clients.get(download=True, size_bytes=len(buffer))
             return memoryview(obstore.get_range(client, path, start=start, end=stop))
 
         def request() -> None:
-            signed_with = self._clients.get_signing_credentials()
-            outcome = self._clients.read_directly(path, start, buffer, read_with_obstore)
-            if outcome == "read":
-                return
-            try:
-                with writes_nothing():
-                    data = read_with_obstore()
-            except GenericError:
-                if outcome == "broken":
-                    raise  # the next attempt is a direct read again, which shows more of the answer
-                # GenericError stands for many failures, a 416 among them: the object may end before the range.
-                with writes_nothing():
-                    size_bytes = self._clients.size_after_failure(path)
-                if size_bytes is None or size_bytes >= stop:
-                    raise
-                raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=stop) from None
-            if len(data) != len(buffer):
-                raise make_short_error(f"{self.url}/{key}", size_bytes=start + len(data), start=start, stop=stop)
-            buffer[:] = data
-            # Credentials renewed in between mean that the store refused the old ones, and not direct reads.
-            is_renewed = signed_with not in (None, self._clients.get_signing_credentials())
-            self._clients.note_obstore_read(path, start, "skipped" if is_renewed else outcome)
+            signed_with = self._provider.get_signing_credentials()
+            outcome = self._read_directly(path, start, buffer, read_with_obstore)
+            if outcome != "direct":
+                try:
+                    with writes_nothing():
+                        data = read_with_obstore()
+                except GenericError as error:
+                    code, size_bytes = find_error_code(str(error)), None
+                    if code is None and outcome != "after_breaks" and remaining_seconds():
+                        # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
+                        with writes_nothing(), suppress(*FAILURES):
+                            size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
+                    if code != SHORT_OBJECT_CODE and (size_bytes is None or size_bytes >= stop):
+                        raise
+                    raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=stop) from None
+                if len(data) != len(buffer):
+                    size_bytes = start + len(data)
+                    raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=stop)
+                buffer[:] = data
+                # Credentials renewed in between mean that the store refused the old ones, and not direct reads.
+                if signed_with not in (None, self._provider.get_signing_credentials()):
+                    outcome = "skipped"
+            if outcome is not None:
+                self._bucket.direct.note_read(outcome)
 
         self._send("get_into", key, request)
+
+    def _read_directly(
+        self, path: str, start: int, buffer: memoryview, hedge: Callable[[], memoryview]
+    ) -> Outcome | None:
+        """Try to read a range directly; None where ranges are never read directly, which are not counted."""
+        provider, direct, throttle = self._provider, self._bucket.direct, self._bucket.throttle
+        if not provider.reads_directly() or is_reread():
+            return None
+        route = direct.choose()
+        if route != "direct":
+            return route
+        url = provider.sign_get(self._clients.get(download=True, size_bytes=len(buffer)), path)
+        if url is None:
+            return "skipped"
+        return direct.read(
+            url,
+            start,
+            buffer,
+            verify=provider.verify(),
+            seconds=self._clients.request_seconds(len(buffer)),
+            hedge=hedge if throttle.share == 1 else None,  # else the store is overloaded: send no second requests
+        )
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME before it answers."""
@@ -190,9 +229,9 @@ class CloudStore:
         mode = self._put_mode(key, condition)
 
         def request() -> Version:
-            client = self._clients.client(download=False, size_bytes=size_bytes)
+            client = self._clients.get(download=False, size_bytes=size_bytes)
             result = obstore.put(client, path, body, mode=mode, use_multipart=False)
-            return self._version(result)
+            return self._provider.version_of(result)
 
         return self._send("put", key, request, is_conditional=condition != "any")
 
@@ -220,16 +259,16 @@ class CloudStore:
         One request to S3, sent after a manifest was not found; never on the path of a save. Google Cloud and Azure show
         a missing bucket only in the answer to a PUT, so the result for them is None.
         """
-        diagnosis = self._send("get", "", lambda: self._clients.diagnose(self._parsed.prefix))
-        return diagnosis.error(verb="get", url=self.url) if diagnosis is not None else None
+        found = self._send("get", "", lambda: self._provider.diagnose(self._parsed.prefix))
+        return add_request(found, verb="get", url=self.url) if found is not None else None
 
     def find_unproven_server(self) -> str | None:
         """Return the server and bucket if conditional writes are unproven there; None for the clouds' own servers.
 
         Sends nothing; see `conditional_writes`.
         """
-        endpoint_url = self._send("open", "", self._clients.endpoint_url)
-        return find_unproven_server(self._parsed.scheme, endpoint_url, self._parsed.bucket)
+        endpoint_url = self._send("open", "", self._provider.endpoint_url)
+        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=self._provider.known_hosts)
 
     def _path(self, key: str) -> str:
         check_key(key)
@@ -239,14 +278,8 @@ class CloudStore:
         return ObjectInfo(
             key=key,
             size_bytes=meta["size"],
-            version=self._version(meta),
+            version=self._provider.version_of(meta),
             modified_seconds=meta["last_modified"].timestamp(),
-        )
-
-    def _version(self, meta: ObjectMeta | PutResult) -> Version:
-        # S3 and Azure compare the ETag, and a listing of a versioned bucket gives no version ID: only Google's is kept.
-        return Version(
-            etag=quote_etag(meta["e_tag"]), generation=meta["version"] if self._parsed.scheme == "gs" else None
         )
 
     def _put_mode(self, key: str, condition: Condition) -> PutMode:
@@ -254,32 +287,25 @@ class CloudStore:
             return "overwrite"
         if condition == "absent":
             return "create"
-        if self._parsed.scheme == "gs" and condition.generation is None:
-            # Google Cloud compares generations only, and every version that it returned has one.
+        mode = self._provider.condition_of(condition)
+        if mode is None:
             raise ConditionFailedError(
-                "The object is not in the state that this write asks for: the version names no generation.",
+                "The object is not in the state that this write asks for: no object has this version.",
                 url=f"{self.url}/{key}",
             )
-        etag = condition.etag
-        options = self._clients.options
-        if etag is not None and isinstance(options, S3Options) and not options.etag_quotes:
-            etag = etag.strip('"')
-        return {"e_tag": etag} if condition.generation is None else {"e_tag": etag, "version": condition.generation}
+        return mode
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
-        # obstore lists whole folders: for a prefix that ends within a name, list the folder from just before it on.
+        # obstore lists whole folders. No caller has a prefix that ends within a name.
         folder = f"{root}{prefix}".rpartition("/")[0]
-        offset = max(_key_before(f"{root}{prefix}"), _offset(f"{root}{after}") if after else "")
+        offset = _offset(f"{root}{after}") if after else ""
         last = ""
         for meta in self._pages(prefix, folder, offset):
             if not meta["path"].startswith(root):
                 continue  # the marker of this very folder, as some consoles create it
             key = meta["path"].removeprefix(root)
             if not key.startswith(prefix) or key <= after:
-                # Keys are ordered: once past the prefix, no later key can match.
-                if prefix.isascii() and key > prefix and not key.startswith(prefix):
-                    return
                 continue
             if not may_follow(key, last):
                 if meta["size"] == 0:
@@ -298,7 +324,7 @@ class CloudStore:
             # A client's time limit is fixed: near a deadline, restart behind the last key with a client of less time.
             if pages is None or self._clients.request_seconds() < limit_seconds:
                 limit_seconds = self._clients.request_seconds()
-                client = self._clients.client(download=True)
+                client = self._clients.get(download=True)
                 listing = obstore.list(client, folder or None, offset=offset or None, chunk_size=_LIST_PAGE_KEYS)
                 pages = iter(listing)
             return next(pages, None)
@@ -310,7 +336,7 @@ class CloudStore:
     def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         paths = [self._path(key) for key in keys]
         try:
-            obstore.delete(self._clients.client(download=False), paths)
+            obstore.delete(self._clients.get(download=False), paths)
         except FAILURES as error:
             if isinstance(error, DcpRemoteError):
                 raise
@@ -343,7 +369,7 @@ class CloudStore:
         """Delete one object; return the error if it may still exist."""
 
         def request() -> None:
-            obstore.delete(self._clients.client(download=False, delete_singly=True), self._path(key))
+            obstore.delete(self._clients.get(download=False, delete_singly=True), self._path(key))
 
         try:
             self._send("delete", key, request)
@@ -356,56 +382,28 @@ class CloudStore:
     def _send(self, verb: str, key: str, request: Callable[[], _Answer], *, is_conditional: bool = False) -> _Answer:
         """Send a request; raise its failure as an error of this package.
 
-        If the store refused the credentials and newer ones were found, the error is transient.
-
-        Args:
-            verb: Verb of the store contract, for the error.
-            key: Key or prefix, for the error; empty for the store itself.
-            request: Function that sends the request.
-            is_conditional: True if the request is a conditional PUT. Its outcome after a timeout is unknown and is
-                settled by the caller, so the error stays transient whatever a later diagnosis finds.
+        If the store refused the credentials and newer ones were found, the error is transient. So is that of a
+        conditional PUT, whatever a later diagnosis finds: its outcome after a timeout is unknown, and settled by the
+        caller. `key` may be a prefix; it is empty for the store itself.
         """
         failed_request = FailedRequest(
             verb=verb,
             url=f"{self.url}/{key}" if key else self.url,
             prefix=self._parsed.prefix,
-            signed_with=self._clients.get_signing_credentials(),
+            signed_with=self._provider.get_signing_credentials(),
             is_conditional=is_conditional,
         )
         try:
-            return self._send_limited(request) if verb in _RATE_LIMITED_VERBS else request()
+            return self._bucket.throttle.send(request) if verb in _THROTTLED_VERBS else request()
         except DcpRemoteError:  # before Exception: some of them are OSErrors and ValueErrors as well
             raise
         except Exception as error:  # noqa: BLE001  # `ERROR_CLASSES` has a row for everything
             with writes_nothing():
-                raise_failure(error, failed_request, self._clients)
-
-    def _send_limited(self, request: Callable[[], _Answer]) -> _Answer:
-        request_limit = self._clients.request_limit
-        with request_limit.slot():
-            began_seconds = time.monotonic()
-            try:
-                answer = request()
-            except Exception as error:
-                if classify_error(error) is TransientStorageError:
-                    request_limit.record_answer(refused=time.monotonic() - began_seconds < REFUSAL_SECONDS_MAX)
-                raise
-            request_limit.record_answer(refused=False)
-            return answer
+                raise_failure(error, failed_request, self._provider)
 
 
 def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:
-    return CloudStore(parsed, BucketClients(parsed, options, timeouts))
-
-
-def _key_before(prefix: str) -> str:
-    """Return a key shortly before all keys that begin with `prefix`; empty if there is no simple one."""
-    if not prefix or prefix.endswith("/") or not "!" <= prefix[-1] <= "~":
-        return ""
-    # Lower the last character by one and append the last printable one of ASCII. Below `0` comes the slash, which
-    # would end the name: use the character before it.
-    previous = chr(ord(prefix[-1]) - 1).replace("/", ".")
-    return _offset(f"{prefix[:-1]}{previous}~")
+    return CloudStore(parsed, Bucket(CLOUDS[parsed.scheme](parsed.bucket, options), timeouts))
 
 
 def _offset(key: str) -> str:

@@ -21,11 +21,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dcp_remote.common.units import KiB
-from dcp_remote.storage.cloud.connector import Connector
-from dcp_remote.storage.request_context import writes_nothing
 
 # Interval in which a waiting thread calls `ByteStream.check`.
-TICK_SECONDS = 0.25
+_TICK_SECONDS = 0.25
 
 # Size of one read from the kernel. With 64 KiB the CPU cost is a tenth higher.
 _RECORDS_BYTES = 256 * KiB
@@ -40,44 +38,70 @@ _records = [memoryview(bytearray(_RECORDS_BYTES))]
 # Records after which a thread releases the lock and calls `check`: 16 MiB if the server fills them.
 _TURN_RECORDS = 1024
 
-# Size of one read during a handshake.
-_HANDSHAKE_BYTES = 16 * KiB
+
+# Time for an address that does not answer, before the next one is tried (RFC 8305, section 5); and the address family
+# that answered last, by host.
+_NEXT_ADDRESS_SECONDS = 0.25
+_families: dict[str, int] = {}
 
 
-def _do_nothing() -> None:
-    pass
+def _connect(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect to the first address of a host that answers, in `seconds` for all addresses together."""
+    deadline = time.monotonic() + seconds
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found.sort(key=lambda info: info[0] != _families.get(host, info[0]))
+    error: OSError = OSError("The host has no address.")
+    for number, (family, kind, protocol, _, address) in enumerate(found, 1):
+        left_seconds = max(0.001, deadline - time.monotonic())
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(left_seconds if number == len(found) else min(left_seconds, _NEXT_ADDRESS_SECONDS))
+        try:
+            sock.connect(address)
+        except OSError as failure:
+            sock.close()
+            error = failure
+        else:
+            _families[host] = family
+            return sock
+    raise error
+
+
+def do_nothing() -> None:
+    """Check nothing."""
 
 
 class ByteStream(io.RawIOBase):
-    """Stream of the bytes that a socket receives.
-
-    `close` leaves the socket open, because `http.client` closes the stream after each answer.
-
-    Args:
-        sock: Connected socket. Its reads wait for `TICK_SECONDS` at most from then on.
-
-    Attributes:
-        check: Function called before each wait and every `TICK_SECONDS` during the wait; an exception that it raises
-            ends the read and the connection.
-        received_seconds: Time at which bytes last arrived, by the monotonic clock, in seconds.
-    """
+    """Socket as `http.client` needs it, and the stream of the bytes that it receives. Ends with `disconnect`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Set the socket's receive timeout."""
+        """Set the timeout of a connected socket's reads."""
         super().__init__()
         self._sock = sock
-        self.check: Callable[[], None] = _do_nothing
-        self.received_seconds = 0.0
+        # Called before each wait and every `_TICK_SECONDS` during it; an exception from it ends the read.
+        self.check: Callable[[], None] = do_nothing
+        self.received_seconds = 0.0  # time at which bytes last arrived, by the monotonic clock
         # The kernel's timeout: Python's own would make the socket non-blocking, and MSG_WAITALL without effect.
         sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, round(TICK_SECONDS * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, round(_TICK_SECONDS * 1e6)))
 
     def readable(self) -> bool:
         """Return True."""
         return True
 
     def close(self) -> None:
-        """Do nothing: `http.client` calls this after each answer, and the connection is kept."""
+        """Do nothing: `http.client` calls this after each answer, and before the body of a connection's last one."""
+
+    def disconnect(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return the file of one answer: bytes read ahead behind it are dropped with the file."""
+        return io.BufferedReader(self)
+
+    def sendall(self, data: bytes) -> None:
+        """Send all of `data`."""
+        self._sock.sendall(data)
 
     def is_quiet(self) -> bool:
         """Return whether no unread bytes and no end of the stream have arrived."""
@@ -90,13 +114,11 @@ class ByteStream(io.RawIOBase):
         view = memoryview(buffer)
         # A read longer than `BufferedReader` reads ahead lies within the body: one system call for all of it saves GIL
         # contention between many threads.
-        return self._receive(view, socket.MSG_WAITALL if len(view) > io.DEFAULT_BUFFER_SIZE else 0)
-
-    def _receive(self, buffer: memoryview, flags: int = 0) -> int:
+        flags = socket.MSG_WAITALL if len(view) > io.DEFAULT_BUFFER_SIZE else 0
         while True:
             self.check()
             try:
-                count = self._sock.recv_into(buffer, 0, flags)
+                count = self._sock.recv_into(view, 0, flags)
             except (BlockingIOError, TimeoutError):
                 continue
             self.received_seconds = time.monotonic()
@@ -104,22 +126,15 @@ class ByteStream(io.RawIOBase):
 
 
 class TlsStream(ByteStream):
-    """Stream of the bytes that a socket receives through TLS.
-
-    Args:
-        sock: Connected socket.
-        context: TLS settings and trusted certificates.
-        host: Host name that the certificate must have.
-        seconds: Time limit of the handshake.
-    """
+    """Socket and stream through TLS."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str, *, seconds: float) -> None:
-        """Perform the handshake.
+        """Perform the handshake, in `seconds` at most.
 
         Raises:
-            ssl.SSLError: No common version or cipher, or the certificate is not trusted.
-            OSError: The connection broke.
-            TimeoutError: The handshake took longer than `seconds`.
+            OSError: The connection broke; as `ssl.SSLError` if there is no common version or cipher, or the certificate
+                is not trusted or not that of `host`.
+            TimeoutError: The handshake took too long.
         """
         super().__init__(sock)
         self._received = ssl.MemoryBIO()
@@ -128,26 +143,23 @@ class TlsStream(ByteStream):
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         deadline = time.monotonic() + seconds
-
-        def check() -> None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("The TLS handshake took longer than the limit to connect.")
-
-        self.check = check
         while True:
             try:
                 self._tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
-                self._continue_handshake()
+                self._flush()
+                left_seconds = deadline - time.monotonic()
+                if left_seconds <= 0 or not self._poll.poll(left_seconds * 1000):
+                    raise TimeoutError("The TLS handshake took longer than the limit to connect.") from None
+                self._take_in(sock.recv(_RECORDS_BYTES))
         self._flush()
-        self.check = _do_nothing
 
     def is_quiet(self) -> bool:
         """Implement `ByteStream.is_quiet`."""
         return not (self._tls.pending() or self._received.pending) and super().is_quiet()
 
-    def send(self, data: bytes) -> None:
+    def sendall(self, data: bytes) -> None:
         """Encrypt and send all of `data`."""
         self._tls.write(data)
         self._flush()
@@ -162,7 +174,7 @@ class TlsStream(ByteStream):
                     count = self._decrypt(view)
             except BlockingIOError:
                 self._flush()
-                self._poll.poll(TICK_SECONDS * 1000)
+                self._poll.poll(_TICK_SECONDS * 1000)
                 continue
             self._flush()
             if count is not None:
@@ -205,13 +217,7 @@ class TlsStream(ByteStream):
             done += count
         return done or None
 
-    def _continue_handshake(self) -> None:
-        """Send the pending bytes of the handshake and wait for the answer."""
-        self._flush()
-        answer = memoryview(bytearray(_HANDSHAKE_BYTES))
-        self._take_in(answer[: self._receive(answer)])
-
-    def _take_in(self, data: memoryview) -> None:
+    def _take_in(self, data: bytes | memoryview) -> None:
         self.received_seconds = time.monotonic()
         if data:
             self._received.write(data)
@@ -223,109 +229,32 @@ class TlsStream(ByteStream):
             self._sock.sendall(self._to_send.read())
 
 
-class _Answer(io.BufferedReader):
-    """File from which `http.client` reads one answer."""
-
-    def __init__(self, stream: ByteStream, on_close: Callable[[], None]) -> None:
-        super().__init__(stream)
-        self._on_close = on_close
-
-    def close(self) -> None:
-        super().close()
-        # Python closes the reader again when it is deleted, since the raw stream is never closed: call back only once.
-        on_close, self._on_close = self._on_close, _do_nothing
-        on_close()
-
-
-class _Sock:
-    """Socket of an `http.client` connection, which stays open until the connection and all answers are closed.
-
-    If a server closes after its answer, `http.client` closes the connection before it reads the body.
-    """
-
-    def __init__(self, sock: socket.socket, stream: ByteStream) -> None:
-        self._sock = sock
-        self._stream = stream
-        self._users = 1
-
-    def sendall(self, data: Any) -> None:
-        if isinstance(self._stream, TlsStream):
-            self._stream.send(bytes(data))
-        else:
-            self._sock.sendall(data)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        # One file per answer, as `http.client` expects: bytes read ahead behind an answer are dropped with its file.
-        self._users += 1
-        return _Answer(self._stream, self.close)
-
-    def close(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._sock.close()
-
-
 class StreamConnection(http.client.HTTPConnection):
-    """HTTP connection that reads from a `ByteStream` or `TlsStream`.
+    """HTTP connection that reads from a `ByteStream`, or `TlsStream` if there is a context. Ends with `disconnect`."""
 
-    Args:
-        host: Host name or address.
-        port: Port; None for the scheme's default.
-        context: TLS settings for https; None for http.
-        connect_seconds: Time limit to connect, and again for the handshake.
-        connector: Opens the TCP connection.
-    """
-
-    def __init__(
-        self,
-        host: str,
-        port: int | None,
-        *,
-        context: ssl.SSLContext | None,
-        connect_seconds: float,
-        connector: Connector,
-    ) -> None:
-        """Store the arguments; no connection is opened."""
-        self.default_port = http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT
-        # Always with a port: without one, http.client takes the end of an IPv6 address for a port.
-        super().__init__(host, self.default_port if port is None else port, timeout=connect_seconds)
+    def __init__(self, host: str, port: int, *, context: ssl.SSLContext | None) -> None:
+        """Open nothing."""
+        super().__init__(host, port)
         self._context = context
-        self._connect_seconds = connect_seconds
-        self._connector = connector
-        self._stream: ByteStream | None = None
+        self.stream: ByteStream | None = None
 
-    def connect(self) -> None:
-        """Implement `http.client.HTTPConnection.connect`."""
-        sock = self._connector.connect(self.host, self.port, seconds=self._connect_seconds)
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._context is None:
-                self._stream = ByteStream(sock)
-            else:
-                self._stream = TlsStream(sock, self._context, self.host, seconds=self._connect_seconds)
-        except BaseException:
-            sock.close()
-            raise
-        self.sock = _Sock(sock, self._stream)
+    def open(self, seconds: float) -> ByteStream:
+        """Connect, and shake hands, in `seconds` each; do nothing if the connection is open."""
+        if self.stream is None:
+            sock = _connect(self.host, self.port, seconds)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._context is None:
+                    self.stream = ByteStream(sock)
+                else:
+                    self.stream = TlsStream(sock, self._context, self.host, seconds=seconds)
+            except BaseException:
+                sock.close()
+                raise
+            self.sock = self.stream
+        return self.stream
 
-    @property
-    def received_seconds(self) -> float:
-        """Time at which bytes last arrived, by the monotonic clock, in seconds; 0 before the first."""
-        return self._stream.received_seconds if self._stream is not None else 0.0
-
-    def is_quiet(self) -> bool:
-        """Return whether the connection is reusable; unread bytes would be taken for the next answer."""
-        return self._stream is not None and self._stream.is_quiet()
-
-    def watch(self, check: Callable[[], None]) -> None:
-        """Connect if necessary, and call `check` while waiting for bytes from now on; see `ByteStream.check`."""
-        if self._stream is None:
-            with writes_nothing():
-                self.connect()
-        assert self._stream is not None
-        self._stream.check = check
-
-    def unwatch(self) -> None:
-        """Stop calling the function given to `watch`."""
-        if self._stream is not None:
-            self._stream.check = _do_nothing
+    def disconnect(self) -> None:
+        """Close the socket; `close`, which `http.client` calls, leaves it open."""
+        if self.stream is not None:
+            self.stream.disconnect()

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -29,11 +28,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.format.manifest import RunInfo
-from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
+from dcp_remote.format.shard import SHARD_BYTES_MAX
 from dcp_remote.manager.coordinator import Committed
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
-from dcp_remote.saving.plan_cache import PlanCache, RankPlan, propose, to_rank_plan, to_table
+from dcp_remote.saving.plan_cache import PlanCache, RankPlan, RunPlanner, propose, to_rank_plan, to_table
 from dcp_remote.saving.plan_table import PlanTable, Share, arrange
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
@@ -43,7 +42,7 @@ from tests.support.simulated_ranks import LocalShards
 
 _Value = TypeVar("_Value")
 
-_URL = "memory://scale"
+_URL = MemoryStore().url
 _SAVE_ID = "0" * 32
 
 # Of a chunk: values cost the coordinator nothing, but for their digests.
@@ -163,9 +162,9 @@ def compare(scale: Scale, *, tell: Callable[[str], object] = lambda _: None) -> 
     return Comparison(scale, torchs, first, second)
 
 
-def _planner(scale: Scale, rank: int) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(scale.state(rank), None, is_coordinator=rank == 0)
+def _planner(scale: Scale, rank: int) -> RunPlanner:
+    planner = RunPlanner()
+    planner.set_up_planner(scale.state(rank))
     return planner
 
 
@@ -228,12 +227,9 @@ def _written(scale: Scale, rank: int, plan: RankPlan) -> bytes:
         MemoryStore(), rank=rank, deadline=Deadline(600), memory_budget_bytes=MEMORY_BUDGET_BYTES
     ) as uploads:
         report = write_shards(
-            plan.finish(planner).plan,
+            plan.plan,
             planner,
             uploads,
-            ShardNames(rank),
-            rank=rank,
-            url=_URL,
             allow_pickle=False,
             shared=plan.shared,
         )

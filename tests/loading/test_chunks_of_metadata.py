@@ -6,7 +6,6 @@ import gc
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,14 +15,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from dcp_remote import RemoteLoadPlanner
 from dcp_remote.common.geometry import Box
 from dcp_remote.format.manifest import Manifest, TensorKind
-from dcp_remote.loading import chunk_list
-from dcp_remote.loading.chunk_list import ChunkCache, ChunkList, local_plan
-from dcp_remote.loading.dcp_metadata import to_dcp_metadata
+from dcp_remote.loading import dcp_metadata
+from dcp_remote.loading.dcp_metadata import ChunkCache, ChunkList, to_dcp_metadata
 from tests.support.manifests import Layout, build
 from tests.support.simulated_ranks import LocalShards, grid
 
@@ -50,6 +49,13 @@ def set_up(state: dict[str, Any], manifest: Manifest, **options: Any) -> Default
     planner = DefaultLoadPlanner(**options)
     planner.set_up_planner(state, to_dcp_metadata(manifest), is_coordinator=True)
     return planner
+
+
+def planned(state: dict[str, Any], manifest: Manifest) -> LoadPlan:
+    """Return the plan of a `RemoteLoadPlanner`."""
+    planner = RemoteLoadPlanner()
+    planner.set_up_planner(state, to_dcp_metadata(manifest), is_coordinator=True)
+    return planner.create_local_plan()
 
 
 def in_order(plan: LoadPlan) -> list[ReadItem]:
@@ -79,7 +85,7 @@ def counting_objects() -> Iterator[list[int]]:
         count[0] += 1
         return ChunkStorageMetadata(**fields)
 
-    with mock.patch.object(chunk_list, "ChunkStorageMetadata", build):
+    with mock.patch.object(dcp_metadata, "ChunkStorageMetadata", build):
         yield count
 
 
@@ -125,62 +131,9 @@ def test_the_plan_is_torchs(cut: tuple[tuple[int, ...], tuple[int, ...], tuple[i
     manifest = manifest_of([(shape, saved), ((5,), (2,))])
     for rank in range(world_size):
         state = {"t0": wants(shape, loaded, rank, world_size), "t1": torch.zeros(5)}
-        ours = local_plan(set_up(dict(state), manifest))
-        torchs = set_up(dict(state), manifest).create_local_plan()
-        assert replace(ours, items=in_order(ours)) == replace(torchs, items=in_order(torchs))
+        ours, torchs = planned(dict(state), manifest), set_up(dict(state), manifest).create_local_plan()
+        assert in_order(ours) == in_order(torchs)
         assert hints(ours) == hints(torchs)
-
-
-def test_torch_reports_templates_that_do_not_fit() -> None:
-    """The errors are torch's: for another shape, an object, a missing name and a name too many."""
-    manifest = manifest_of([((6, 2), (3, 1)), ((5,), (2,))])
-    good = {"t0": torch.zeros(6, 2), "t1": torch.zeros(5)}
-    for bad in (good | {"t0": torch.zeros(5, 2)}, good | {"t1": torch.zeros(5, 1)}, good | {"t1": 3}, good | {"x": 1}):
-        with pytest.raises((ValueError, RuntimeError)) as expected:
-            set_up(dict(bad), manifest).create_local_plan()
-        with pytest.raises(expected.type) as caught:
-            local_plan(set_up(dict(bad), manifest))
-        assert str(caught.value) == str(expected.value)
-    partly = good | {"x": 1}
-    ours = local_plan(set_up(dict(partly), manifest, allow_partial_load=True))
-    assert ours == set_up(dict(partly), manifest, allow_partial_load=True).create_local_plan()
-    assert local_plan(set_up({"t1": torch.zeros(5)}, manifest)).items
-
-
-def test_a_planner_of_the_user_sees_all_chunks() -> None:
-    """A planner with a `create_local_plan` of its own gets every chunk."""
-    seen = []
-
-    class OwnPlanner(DefaultLoadPlanner):
-        def create_local_plan(self) -> LoadPlan:
-            assert self.metadata is not None
-            entry = self.metadata.state_dict_metadata["t0"]
-            assert isinstance(entry, TensorStorageMetadata)
-            seen.extend(entry.chunks)
-            return super().create_local_plan()
-
-    planner = OwnPlanner()
-    manifest = manifest_of([((6, 2), (3, 1))])
-    planner.set_up_planner({"t0": wants((6, 2), (3, 1), 0, 3)}, to_dcp_metadata(manifest), is_coordinator=True)
-    assert len(local_plan(planner).items) == 1
-    assert len(seen) == 3
-
-
-def test_objects_are_built_for_the_slice_of_a_rank_alone() -> None:
-    """For a slice of 30 tensors of 50 chunks each, two objects per tensor are built: the chunks that overlap."""
-    shape = (CHUNKS * ROWS, 2)
-    manifest = manifest_of([(shape, (CHUNKS, 1))] * TENSORS)
-    # A slice of one row more than a chunk, from the second row of a chunk on.
-    state = {
-        f"t{n}": LocalShards(shape, torch.float32, [((10 * ROWS + 1, 0), torch.zeros(ROWS + 1, 2))])
-        for n in range(TENSORS)
-    }
-    with counting_objects() as built:
-        planner = set_up(state, manifest)
-        assert built == [0]
-        plan = local_plan(planner)
-    assert len(plan.items) == 2 * TENSORS
-    assert built == [2 * TENSORS]
 
 
 def count_alive() -> int:
@@ -205,9 +158,9 @@ def test_torchs_planner_holds_the_chunks_of_one_tensor_at_a_time() -> None:
 def test_a_tensor_in_one_chunk_is_not_searched() -> None:
     """For a tensor in one chunk one object is built without a search, which took a fifth of a load of small tensors."""
     manifest = manifest_of([((3,), (1,))] * TENSORS)
-    planner = set_up({name: torch.zeros(3) for name in manifest.tensors.names}, manifest)
+    state = {name: torch.zeros(3) for name in manifest.tensors.names}
     with mock.patch.object(ChunkList, "find_overlapping") as find_overlapping, counting_objects() as built:
-        plan = local_plan(planner)
+        plan = planned(dict(state), manifest)
     assert (find_overlapping.call_count, built[0]) == (0, TENSORS)
-    expected = planner.create_local_plan()
-    assert (plan, hints(plan)) == (expected, hints(expected))
+    expected = set_up(state, manifest).create_local_plan()
+    assert (plan.items, hints(plan)) == (expected.items, hints(expected))

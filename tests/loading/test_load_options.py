@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.loading.selection import Selection, rename_path
+from dcp_remote.loading.load_options import LoadOptions, rename_path
 from dcp_remote.serialization.name_links import NameLink
 
 NAMES = ["model.lm_head.weight", "model.lm_header", "model.a.weight", "ema.a.weight", "step"]
@@ -35,7 +35,7 @@ HEAD, HEADER, WEIGHT, AVERAGE, STEP = NAMES
 def test_renamed(rename: Any, expected: Mapping[str, str | None]) -> None:
     """Names and prefixes up to a dot, the longest first; None leaves an entry out; or a function."""
     wanted = {name: new for name in NAMES if (new := expected.get(name, name)) is not None}
-    assert Selection.of(rename=rename).rename_entries(NAMES) == wanted
+    assert LoadOptions(rename=rename).rename_entries(NAMES) == wanted
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_renamed(rename: Any, expected: Mapping[str, str | None]) -> None:
 def test_names_that_cannot_be(rename: Any, details: dict[str, str]) -> None:
     """A name that no entry has comes with similar ones; two entries of one name are both named."""
     with pytest.raises(InvalidArgumentError) as caught:
-        Selection.of(rename=rename).rename_entries(NAMES)
+        LoadOptions(rename=rename).rename_entries(NAMES)
     assert caught.value.details == details
 
 
@@ -82,7 +82,7 @@ def test_copies_of_renamed_parameters(rename: Any, expected: str) -> None:
         "other.c",
     ]
     links = [NameLink("model.", "optim.state."), NameLink("model.", "ema.module.")]
-    renamed = Selection.of(rename=rename).rename_entries(names, links)
+    renamed = LoadOptions(rename=rename).rename_entries(names, links)
     wanted = expected.split()
     assert [renamed.get(name, "-") for name in names[: len(wanted)]] == wanted
 
@@ -90,7 +90,7 @@ def test_copies_of_renamed_parameters(rename: Any, expected: str) -> None:
 def test_a_function_that_raises() -> None:
     """Raise in `rename`: the error names the entry, and has the cause."""
     with pytest.raises(InvalidArgumentError, match="rename raised an error") as caught:
-        Selection.of(rename=lambda _: str(1 / 0)).rename_entries(NAMES)
+        LoadOptions(rename=lambda _: str(1 / 0)).rename_entries(NAMES)
     assert caught.value.details == {"name": NAMES[0], "error": "ZeroDivisionError: division by zero"}
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
@@ -98,13 +98,13 @@ def test_a_function_that_raises() -> None:
 def test_chosen() -> None:
     """`exclude` takes precedence over `include`; each pattern that matches nothing is returned."""
     choose = [
-        Selection.of(),
-        Selection.of(include="model.*", exclude=["*weight"]),
-        Selection.of(include=[], exclude="x"),
+        LoadOptions(),
+        LoadOptions(include="model.*", exclude=["*weight"]),
+        LoadOptions(include=[], exclude="x"),
     ]
     assert [list(one.choose(NAMES)[0]) for one in choose] == [NAMES, ["model.lm_header"], []]
     assert [one.choose(NAMES)[1] for one in choose] == [[], [], ["x"]]
-    assert Selection.of(include=["modle.*", "step"], exclude="*wieght").choose(NAMES)[1] == ["modle.*", "*wieght"]
+    assert LoadOptions(include=["modle.*", "step"], exclude="*wieght").choose(NAMES)[1] == ["modle.*", "*wieght"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_chosen() -> None:
 def test_wrong_options(wrong: dict[str, Any]) -> None:
     """Each is refused by its name."""
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
-        Selection.of(**wrong)
+        LoadOptions(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from dcp_remote.format.catalog import CATALOG_KEY, Entry, add_entry, raise_floor
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.manager import background_save, coordinator
 from dcp_remote.run import catalog_store
-from dcp_remote.run.background_maintenance import BackgroundMaintenance
-from dcp_remote.run.catalog_store import read_catalog, swap
-from dcp_remote.run.maintenance import Maintenance
+from dcp_remote.run.background_deletions import BackgroundDeletions
+from dcp_remote.run.catalog_store import see_catalog, swap
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Request, WrappedStore
@@ -140,7 +140,7 @@ def test_retention_of_a_fenced_job(retention: Retention | ChooseToDelete) -> Non
     store = a_run(1, 2, 3)
     before = stored(store)
     assert before is not None
-    maintenance = BackgroundMaintenance(store, retention)
+    maintenance = BackgroundDeletions(store, retention)
     fence(store)
     save(store, 4, base=3)
     shards = manifest_at(store, 3).shards.keys
@@ -176,13 +176,13 @@ class StuckStore(WrappedStore):
 
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the calls of a `Maintenance` by one thread while another is in it."""
+    """Record the calls of a `Deletions` by one thread while another is in it."""
     inside: dict[int, tuple[threading.Thread, int]] = {}
     lock = threading.Lock()
     found: list[str] = []
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Maintenance, *arguments: Any, **others: Any) -> Any:
+        def call(self: Deletions, *arguments: Any, **others: Any) -> Any:
             thread = threading.current_thread()
             with lock:
                 owner, depth = inside.get(id(self), (thread, 0))
@@ -199,7 +199,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     for name in ("remember", "apply", "delete", "note", "queue_deletion", "settle"):
-        monkeypatch.setattr(Maintenance, name, watched(name, getattr(Maintenance, name)))
+        monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
     return found
 
 
@@ -384,10 +384,10 @@ class Training:
             other.restore(state_of(0))
             other.save(self.step + 1, state_of(7))
 
-    def _by_hand(self, place: int, act: Callable[[Maintenance, int], object]) -> None:
+    def _by_hand(self, place: int, act: Callable[[Deletions, int], object]) -> None:
         entries = live(self.store)
         if entries:
-            maintenance = Maintenance(self.store)
+            maintenance = Deletions(self.store)
             with suppress(DcpRemoteError):  # such as the newest checkpoint if it is abandoned
                 act(maintenance, entries[place].step)
             maintenance.delete(deadline=deadline())
@@ -424,7 +424,7 @@ class Unheard(NamedTuple):
 
 def unheard(store: MemoryStore, step: int) -> Unheard:
     attempt = begin(store, step)
-    seen = read_catalog(store)
+    seen = see_catalog(store)
     assert seen is not None
     after = add_entry(seen.catalog, attempt)
     assert after is not None
@@ -438,8 +438,8 @@ def unheard(store: MemoryStore, step: int) -> Unheard:
     return Unheard(arrive, attempt.entry, shards, attempt.run_id)
 
 
-def settle(store: ObjectStore, told: Unheard) -> Maintenance:
-    maintenance = Maintenance(store)
+def settle(store: ObjectStore, told: Unheard) -> Deletions:
+    maintenance = Deletions(store)
     maintenance.note(told.run_id, told.entry, told.shards)
     maintenance.settle(deadline=deadline())
     maintenance.delete(deadline=deadline())
@@ -471,7 +471,7 @@ def test_what_was_reused_meanwhile_stays() -> None:
     told = unheard(store, 2)
     told.arrive()
     save(store, 3, base=2, borrows=(FROZEN, TRAINED))
-    Maintenance(store).retire([2], deadline=deadline())
+    Deletions(store).retire([2], deadline=deadline())
     lent = shard_at(store, 3, TRAINED)
     assert lent in told.shards
     settle(store, told)
@@ -497,7 +497,7 @@ def test_requests_of_an_overwrite() -> None:
     run = stored(store)
     assert run is not None
     new = save(store, 4, letter="b", overwrite=True)
-    maintenance = Maintenance(recording)
+    maintenance = Deletions(recording)
     maintenance.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
     maintenance.note(run.run_id, old)
     maintenance.settle(deadline=deadline(), catalog=stored(store))
@@ -516,7 +516,7 @@ def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     store = MemoryStore()
     for key in ("a", "b"):
         store.put(key, [b""])
-    tidying = BackgroundMaintenance(store)
+    tidying = BackgroundDeletions(store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         tidying.delete(["a"])
@@ -534,7 +534,7 @@ def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) 
     """Fail the deletion of a round: the object stays queued, and closing deletes it."""
     store = MemoryStore()
     store.put("a", [b""])
-    tidying = BackgroundMaintenance(FaultyStore(store, [nth(1, "request")]))
+    tidying = BackgroundDeletions(FaultyStore(store, [nth(1, "request")]))
     # The first delay is longer than any deadline here, so nothing is retried.
     monkeypatch.setattr(retrying, "RetryPolicy", partial(RetryPolicy, first_delay_seconds=1e6, delay_seconds_max=1e6))
     tidying.delete(["a"])
@@ -547,13 +547,13 @@ def test_what_failed_is_tried_again_at_the_end(monkeypatch: pytest.MonkeyPatch) 
 def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close after a failed save, when the store may be dead: the wait is shorter than a minute."""
     waits: list[float] = []
-    finish = BackgroundMaintenance.finish
+    finish = BackgroundDeletions.finish
 
-    def noted(tidying: BackgroundMaintenance, seconds: float) -> None:
+    def noted(tidying: BackgroundDeletions, seconds: float) -> None:
         waits.append(seconds)
         finish(tidying, seconds)
 
-    monkeypatch.setattr(BackgroundMaintenance, "finish", noted)
+    monkeypatch.setattr(BackgroundDeletions, "finish", noted)
     with CheckpointManager(MemoryStore()) as checkpoints:
         checkpoints.save(1, {"n": 1}, wait=True)
     with CheckpointManager(MemoryStore()) as checkpoints:

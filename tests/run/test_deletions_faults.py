@@ -1,4 +1,4 @@
-"""Maintenance under each fault at each request, and beside each other operation at each request.
+"""Deletions under each fault at each request, and beside each other operation at each request.
 
 For each operation (retiring, thinning, both by retention, removing orphans, recovering, pinning) and each fault the
 first request fails, then the second, until one run ends before its fault. `check` reads the store past the faults: at
@@ -30,8 +30,8 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Attempt, pin_entry
 from dcp_remote.run import catalog_store, conditional_put, recovery
 from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
-from dcp_remote.run.maintenance import Maintenance
 from dcp_remote.run.retention import Retention
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Verb
@@ -171,7 +171,7 @@ def a_busy_run() -> MemoryStore:
     save(store, 4, base=3, borrows=(TRAINED, OPTIMIZER))
     save(store, 4, letter="b", base=3, overwrite=True)
     begin(store, 5)
-    Maintenance(store).retire([0], deadline=Deadline(PATIENCE_SECONDS))
+    Deletions(store).retire([0], deadline=Deadline(PATIENCE_SECONDS))
     return store
 
 
@@ -192,13 +192,13 @@ def with_a_damaged_catalog() -> MemoryStore:
 
 
 def tidy(store: ObjectStore, seconds: float, *, retention: Retention) -> None:
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     maintenance.apply(retention, deadline=Deadline(seconds))
     maintenance.delete(deadline=Deadline(seconds), batch=3, pause_seconds=0)
 
 
 def remove(store: ObjectStore, seconds: float, *, step: int) -> None:
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     maintenance.retire([step], deadline=Deadline(seconds))
     maintenance.delete(deadline=Deadline(seconds), batch=3, pause_seconds=0)
 
@@ -446,7 +446,7 @@ def test_what_was_committed_unheard_and_retired_is_not_committed_again() -> None
 
         def meanwhile(store: MemoryStore = store) -> None:
             if 7 in steps(store):
-                maintenance = Maintenance(store)
+                maintenance = Deletions(store)
                 maintenance.retire([7], deadline=Deadline(PATIENCE_SECONDS), force=True)
                 maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
 

@@ -112,43 +112,31 @@ def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool
 def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
     """Return the catalog of a run; None if there is no run yet. One GET; where there is no catalog, also a LIST.
 
-    Raises:
-        BucketNotFoundError: There is no such bucket.
-        CorruptCheckpointError: The catalog is damaged, or lost; `dcp-remote recover` rebuilds it.
-        UnsupportedFormatError: A newer version wrote the catalog.
+    A bucket that does not exist, and a run that has lost its catalog, are refused.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
-    seen = read_catalog(asking)
-    if seen is not None:
-        return seen.catalog
-    require_reachable(store)
-    require_not_lost(asking)
-    return None
+    catalog = read_catalog(asking)
+    if catalog is None:
+        require_reachable(store)
+        require_not_lost(asking)
+    return catalog
 
 
 def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog:
     """Read the catalog of a run, or say why there is none; one GET, and where there is none a HEAD, a LIST and a HEAD.
 
-    Raises:
-        CheckpointNotFoundError: There is no run here; `BucketNotFoundError` if there is no such bucket.
-        InvalidArgumentError: This is a checkpoint by itself.
-        CorruptCheckpointError: The catalog is damaged, or lost; `dcp-remote recover` rebuilds it.
-        UnsupportedFormatError: A newer version wrote the catalog.
+    A checkpoint by itself (`InvalidArgumentError`) and what else lies there are named.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
-    seen = read_catalog(asking)
-    if seen is not None:
-        return seen.catalog
-    require_run_url(asking)
-    raise not_found(asking)
+    catalog = read_catalog(asking)
+    if catalog is None:
+        require_run_url(asking)
+        raise not_found(asking)
+    return catalog
 
 
 def require_run_url(store: ObjectStore) -> None:
-    """Refuse the URL of a checkpoint by itself; called where there is no catalog. One HEAD.
-
-    Raises:
-        InvalidArgumentError: This is a checkpoint by itself.
-    """
+    """Refuse the URL of a checkpoint by itself; called where there is no catalog. One HEAD."""
     if exists(store, MANIFEST_KEY):
         raise InvalidArgumentError(
             "This is a checkpoint by itself, not a run: load or RemoteReader reads it, `dcp-remote show` says what it "

@@ -1,6 +1,6 @@
-"""`python -m dcp_remote.run <command>`: start a training program with remote checkpoints, without changing it.
+"""`python -m dcp_remote.launch <command>`: start a training program with remote checkpoints, without changing it.
 
-    DCP_REMOTE_URL=s3://bucket/run python -m dcp_remote.run llamafactory-cli train x.yaml
+    DCP_REMOTE_URL=s3://bucket/run python -m dcp_remote.launch llamafactory-cli train x.yaml
 
 Each Python process of the command, also those of torchrun, finds `integrations/startup` on its path, whose
 `sitecustomize` enables the integration of a framework when the program imports the framework. What could not be enabled
@@ -31,7 +31,7 @@ STORAGE_OPTIONS = "DCP_REMOTE_STORAGE_OPTIONS"
 RESUME = "DCP_REMOTE_RESUME"
 MARKS = "DCP_REMOTE_MARKS"
 
-_STARTUP = Path(__file__).parents[1] / "integrations" / "startup"
+_STARTUP = Path(__file__).parent / "integrations" / "startup"
 
 # Exit status of a command that does not exist, as a shell gives it.
 _NOT_FOUND = 127
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("there is no command: write it behind the options, as it is started without dcp_remote")
-    with TemporaryFolder("dcp_remote-run-") as marks:
+    with TemporaryFolder("dcp_remote-launch-") as marks:
         environment = {
             **os.environ,
             URL: url,
@@ -99,7 +99,7 @@ def _say_what_is_not_saved(marks: Path, url: str) -> None:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m dcp_remote.run",
+        prog="python -m dcp_remote.launch",
         description="Start a training program that saves its checkpoints to a run in object storage and resumes from "
         "the newest: programs built on Transformers' Trainer, Accelerate or DeepSpeed.",
         epilog=f"Environment: {URL}, {STORAGE_OPTIONS} (JSON), {RESUME} (auto or never).",

@@ -1,4 +1,4 @@
-"""`python -m dcp_remote.run`: the command, its environment, signals and exit status. No framework is needed."""
+"""`python -m dcp_remote.launch`: the command, its environment, signals and exit status. No framework is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.run.__main__ import _STARTUP, _run
+from dcp_remote.launch import _STARTUP, _run
 
 URL = "s3://bucket/run"
 NOTHING = f"nothing was saved to {URL}."
@@ -35,7 +35,7 @@ def run(
     known = {name: value for name, value in os.environ.items() if not name.startswith("DCP_REMOTE_")}
     if path is not None:
         known["PYTHONPATH"] = os.pathsep.join([str(path), known.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "dcp_remote.run", *arguments]
+    command = [sys.executable, "-m", "dcp_remote.launch", *arguments]
     done = subprocess.run(command, env=known | dict(environment or {}), capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
@@ -215,7 +215,7 @@ def test_another_installation_of_dcp_remote(tmp_path: Path) -> None:
 def test_a_sitecustomize_of_the_environment_runs(tmp_path: Path) -> None:
     write(tmp_path, "sitecustomize", "print('site')")
     out, _ = run(sys.executable, "-c", "import dcp_remote", path=tmp_path, environment={"DCP_REMOTE_URL": URL})
-    assert out == "site\nsite\n"  # in the process of dcp_remote.run, and in the command's
+    assert out == "site\nsite\n"  # in the process of dcp_remote.launch, and in the command's
 
 
 def test_the_modules_of_a_program_are_its_own(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_signals_go_to_the_command(number: signal.Signals) -> None:
         print("ready", flush=True)
         time.sleep(60)
     """
-    command = [sys.executable, "-m", "dcp_remote.run", "--url", URL, sys.executable, "-c", textwrap.dedent(program)]
+    command = [sys.executable, "-m", "dcp_remote.launch", "--url", URL, sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

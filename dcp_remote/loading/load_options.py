@@ -1,10 +1,10 @@
-"""Selection of the entries that a load takes, their names in the state, and its rules for differences. Pure."""
+"""`LoadOptions`: which entries a load takes, their names in the state, and its rules for differences. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.entry_names import match_names
@@ -15,54 +15,32 @@ Patterns: TypeAlias = str | Sequence[str]
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 Path: TypeAlias = tuple[str | int, ...]
 
-_CHOICES = {"missing": ("error", "keep"), "unexpected": ("error", "ignore"), "dtype": ("error", "convert")}
 
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of a load, as `RemoteLoadPlanner` describes them; wrong values raise `InvalidArgumentError`.
 
-@dataclass(frozen=True)
-class Selection:
-    """Options of a load, checked by `of`.
-
-    Attributes:
-        include: Patterns of the names to load; None is all.
-        exclude: Patterns of the names to leave alone; takes precedence over `include`.
-        rename: Names of the state for names of the checkpoint, as for `RemoteLoadPlanner`; None keeps all.
-        missing: Rule for values of the state that the checkpoint lacks.
-        unexpected: Rule for entries of the checkpoint that the state lacks.
-        dtype: Rule for tensors whose dtypes differ.
+    Patterns are kept as tuples. `exclude` takes precedence over `include`.
     """
 
-    include: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
+    include: Patterns | None = None
+    exclude: Patterns = ()
     rename: Rename | None = None
     missing: Literal["error", "keep"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
     dtype: Literal["error", "convert"] = "error"
 
-    @classmethod
-    def of(cls, **options: Any) -> Self:
-        """Check the options and return the selection.
-
-        Raises:
-            InvalidArgumentError: An option has a value of the wrong type, or none of those that it can have.
-        """
-        for name, choices in _CHOICES.items():
-            if options.get(name, choices[0]) not in choices:
-                hint = " The argument converts to the dtypes of the state; `load` takes a torch.dtype."
-                raise InvalidArgumentError(
-                    f'{name} must be "{choices[0]}" or "{choices[1]}".{hint if name == "dtype" else ""}',
-                    **{name: options[name]},
-                )
-        rename = options.get("rename")
-        if rename is not None and not callable(rename):
-            _require_texts(rename)
-        include, exclude = options.get("include"), options.get("exclude", ())
-        return cls(
-            **options
-            | {
-                "include": None if include is None else _to_patterns("include", include),
-                "exclude": _to_patterns("exclude", exclude),
-            }
-        )
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _require_choice("missing", self.missing, "keep")
+        _require_choice("unexpected", self.unexpected, "ignore")
+        hint = " The argument converts to the dtypes of the state; `load` takes a torch.dtype."
+        _require_choice("dtype", self.dtype, "convert", hint)
+        if self.rename is not None and not callable(self.rename):
+            _require_texts(self.rename)
+        if self.include is not None:
+            object.__setattr__(self, "include", _to_patterns("include", self.include))
+        object.__setattr__(self, "exclude", _to_patterns("exclude", self.exclude))
 
     @property
     def given(self) -> list[str]:
@@ -76,16 +54,11 @@ class Selection:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
     def rename_entries(self, names: Collection[str], links: Sequence[NameLink] = ()) -> dict[str, str]:
-        """Return the name in the state of each entry; entries that are renamed to None are left out.
+        """Return the name in the state of each entry of the checkpoint, without those that `rename` leaves out.
 
-        Args:
-            names: Names of all entries of the checkpoint.
-            links: Places of the state where a parameter that `rename` gives another name has that name, too; for a
-                mapping, since a function is called for these entries as well.
-
-        Raises:
-            InvalidArgumentError: A name or prefix of `rename` matches no entry (similar names are given), two entries
-                get one name, or the function raises.
+        Links are places of the state that repeat the names of a model. A mapping renames a parameter there as well; a
+        function is called for these entries itself. A name of the mapping that no entry has, and two entries with one
+        name, are refused.
         """
         if self.rename is None:
             return {name: name for name in names}
@@ -108,10 +81,10 @@ class Selection:
                 raise InvalidArgumentError("rename must return a name, or None for an entry to leave out.", name=name)
             if new in sources:
                 raise InvalidArgumentError(
-                    "rename gives two entries of the checkpoint one name. Rename the other to None to leave it out.",
+                    "rename gives two entries of the checkpoint one name. Leave the other out.",
                     name=new,
                     entries=f"{sources[new]}, {name}",
-                )
+                ).advise(rename="rename={name: None} leaves an entry out")
             renamed[name], sources[new] = new, name
         if isinstance(rename, PrefixRename):
             rename.require_used()
@@ -132,12 +105,7 @@ class Selection:
         return [name for name in names if name in included and name not in excluded], unmatched + more
 
     def keep(self, names: Collection[str], saved: Collection[str]) -> set[str]:
-        """Return the names whose values in the state stay as they are.
-
-        Args:
-            names: Names in the state.
-            saved: Names in the state of all entries of the checkpoint.
-        """
+        """Return those of these names in the state that stay as they are; `saved` are the names of all entries."""
         if self.include is None and not self.exclude and self.missing == "error":
             return set()
         chosen = set(self.choose(dict.fromkeys([*names, *saved]))[0])
@@ -163,6 +131,11 @@ def rename_path(path: Path, new: str) -> Path:
     if len(parts) == 1 and isinstance(parts[0], int) and new.isdecimal():
         middle = [int(new)]  # a place in a list
     return (*head, *(middle if new else []), *tail)
+
+
+def _require_choice(name: str, value: object, other: str, hint: str = "") -> None:
+    if value not in ("error", other):
+        raise InvalidArgumentError(f'{name} must be "error" or "{other}".{hint}', **{name: value})
 
 
 def _to_patterns(name: str, patterns: Any) -> tuple[str, ...]:

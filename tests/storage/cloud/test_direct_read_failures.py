@@ -13,7 +13,7 @@ import pytest
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import TransientStorageError
-from dcp_remote.storage.cloud.circuit_breaker import CircuitBreaker, DirectCounts
+from dcp_remote.storage.cloud.direct_reads import DirectCounts, DirectReads
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url
@@ -77,16 +77,16 @@ def test_direct_reads_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize("cut_bytes", [-1, 0, 50_000], ids=["no answer", "no body", "in the body"])
 def test_a_middlebox_that_cuts_signed_urls(cut_bytes: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Reset every direct read: ranges arrive by the third attempt, later ones at once, with one line in the log."""
+    """Reset every direct read: obstore reads each range at once, after three ranges alone, with one line in the log."""
     with (
-        caplog.at_level(logging.WARNING, "dcp_remote.storage.cloud.circuit_breaker"),
+        caplog.at_level(logging.WARNING, "dcp_remote.storage.cloud.direct_reads"),
         range_server(DATA, cut=lambda target: cut_bytes if is_direct(target) else None) as server,
     ):
         store = open_at(server.endpoint_url)
         for start in range(10):
             read(store, start, start + 100_000)
-        assert [is_direct(target) for target in server.targets] == [True, True, False] * 3 + [False] * 7
-    assert store.direct_counts == DirectCounts(broken=6, after_breaks=3, skipped=7)
+        assert [is_direct(target) for target in server.targets] == [True, False] * 3 + [False] * 7
+    assert store.direct_counts == DirectCounts(after_breaks=3, skipped=7)
     (line,) = [record.getMessage() for record in caplog.records if "Direct reads" in record.getMessage()]
     assert "bucket=bench" in line
 
@@ -101,7 +101,7 @@ def test_a_middlebox_that_cuts_large_answers_only() -> None:
             read(store, start, start + 100)
             large.set()
             read(store, start, start + 100_000)
-    assert store.direct_counts == DirectCounts(direct=5, broken=10, after_breaks=5)
+    assert store.direct_counts == DirectCounts(direct=5, after_breaks=5)
 
 
 def test_many_threads_behind_a_middlebox() -> None:
@@ -114,15 +114,15 @@ def test_many_threads_behind_a_middlebox() -> None:
         assert len(server.targets) == 100 + sum(map(is_direct, server.targets))
 
 
-def test_one_broken_connection_only_retries() -> None:
-    """Cut the first of ten reads: its retry and all other reads are direct."""
+def test_one_broken_connection_costs_one_request() -> None:
+    """Cut the first of ten reads: obstore reads that range, and all other reads are direct."""
     cuts = [50_000]
     with range_server(DATA, cut=lambda _: cuts.pop() if cuts else None) as server:
         store = open_at(server.endpoint_url)
         for start in range(10):
             read(store, start, start + 100_000)
-        assert all(map(is_direct, server.targets))
-    assert store.direct_counts == DirectCounts(direct=10, broken=1)
+        assert [is_direct(target) for target in server.targets] == [True, False] + [True] * 9
+    assert store.direct_counts == DirectCounts(direct=9, after_breaks=1)
 
 
 def test_a_busy_store_does_not_pause_direct_reads() -> None:
@@ -132,18 +132,17 @@ def test_a_busy_store_does_not_pause_direct_reads() -> None:
         for _ in range(30):
             with pytest.raises(TransientStorageError):
                 store.get_into("key", 0, memoryview(bytearray(100)))
+        assert sum(map(is_direct, (request.path for request in server.requests))) == 31  # with the diagnosis
         assert len(server.requests) == 31
-    assert store.direct_counts == DirectCounts(broken=20)
+    assert store.direct_counts == DirectCounts()
 
 
 def test_a_short_object_behind_a_middlebox() -> None:
     """Cut direct reads of an object that ends before the range: the error says so, whoever reads."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        headers = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
-        if request.method == "HEAD":
-            return HttpAnswer(200, b"12345", headers)
-        return HttpAnswer(206, b"1", cut_bytes=0) if is_direct(request.path) else HttpAnswer(416)
+        too_short = HttpAnswer(416, b"<Error><Code>InvalidRange</Code></Error>")
+        return HttpAnswer(206, b"1", cut_bytes=0) if is_direct(request.path) else too_short
 
     with scripted_server(answer) as server:
         store = RetryingStore(open_at(server.endpoint_url), Deadline(60), sleep=lambda _: None)
@@ -156,27 +155,19 @@ def test_a_short_object_behind_a_middlebox() -> None:
 def test_one_range_is_tried_after_a_pause() -> None:
     """Advance a clock past the pause: one range is tried directly, the others wait, and its success ends the pause."""
     clock = [0.0]
-    breaker = CircuitBreaker("bucket", lambda: clock[0])
-    for start in range(3):
-        assert breaker.choose_route(("key", start)) == "direct"
-        breaker.note_read(("key", start), "refused")
-    assert breaker.choose_route(("key", 3)) == "skipped"
+    reads = DirectReads("bucket", connect_seconds=5, silence_seconds=5, clock=lambda: clock[0])
+    for _ in range(3):
+        assert reads.may_try()
+        reads.note_read("refused")
+    assert not reads.may_try()
     clock[0] = 59.0
-    assert breaker.choose_route(("key", 3)) == "skipped"
+    assert not reads.may_try()
     clock[0] = 60.0
-    assert [breaker.choose_route(("key", start)) for start in range(3)] == ["direct", "skipped", "skipped"]
-    breaker.note_broken(("key", 0))
-    assert breaker.choose_route(("key", 0)) == "skipped"
+    assert [reads.may_try() for _ in range(3)] == [True, False, False]
+    reads.note_read("after_breaks")
+    clock[0] = 119.0
+    assert not reads.may_try()
     clock[0] = 120.0
-    assert breaker.choose_route(("key", 0)) == "direct"
-    breaker.note_read(("key", 0), "read")
-    assert [breaker.choose_route(("key", start)) for start in range(3)] == ["direct"] * 3
-
-
-def test_broken_ranges_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break a thousand ranges, as abandoned loads do: the number remembered is bounded."""
-    monkeypatch.setattr("dcp_remote.storage.cloud.circuit_breaker._REMEMBERED_MAX", 10)
-    breaker = CircuitBreaker("bucket")
-    for start in range(1000):
-        breaker.note_broken(("key", start))
-    assert len(breaker._breaks) <= 10
+    assert reads.may_try()
+    reads.note_read("direct")
+    assert [reads.may_try() for _ in range(3)] == [True] * 3

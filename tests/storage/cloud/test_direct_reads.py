@@ -7,9 +7,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,10 +20,9 @@ from dcp_remote.common.hedging import SAMPLES_MIN
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage.cloud import tls_stream
-from dcp_remote.storage.cloud.config import Timeouts
-from dcp_remote.storage.cloud.connector import Connector
-from dcp_remote.storage.cloud.range_reader import DirectRangeReader
+from dcp_remote.storage.cloud.direct_reads import BusyError, DirectReads, Outcome
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.cloud.tls_stream import TlsStream
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds
 from dcp_remote.storage.rereads import RereadingStore
@@ -50,6 +49,22 @@ def answer_range(request: HttpRequest) -> HttpAnswer:
 def is_direct(request: HttpRequest) -> bool:
     """Return whether a request is signed in its URL, and not in a header as obstore signs."""
     return "X-Amz-Signature" in request.path
+
+
+def make_reads(*, connect_seconds: float = 5, silence_seconds: float = 5) -> DirectReads:
+    return DirectReads("bucket", connect_seconds=connect_seconds, silence_seconds=silence_seconds)
+
+
+def read_url(
+    reads: DirectReads,
+    endpoint_url: str,
+    buffer: bytearray,
+    *,
+    start: int = 0,
+    seconds: float = 60,
+    hedge: Callable[[], memoryview] | None = None,
+) -> Outcome:
+    return reads.read(f"{endpoint_url}/key", start, memoryview(buffer), verify=None, seconds=seconds, hedge=hedge)
 
 
 def read(store: CloudStore, start: int, stop: int) -> bytes:
@@ -169,7 +184,7 @@ def test_direct_reads_are_tried_again_after_a_pause() -> None:
             read(store, 0, 100)
         refuses.clear()
         assert not is_direct(server.requests[-1])
-        store._clients._breaker._clock = lambda: time.monotonic() + 60
+        store._bucket.direct._clock = lambda: time.monotonic() + 60
         assert read(store, 0, 100) == DATA[:100]
         assert is_direct(server.requests[-1])
 
@@ -179,12 +194,10 @@ def test_memory_is_released_without_garbage_collection() -> None:
     gc.disable()
     try:
         with scripted_server(lambda _: HttpAnswer(503)) as server:
-            reads = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=5)
+            reads = make_reads()
             buffer = bytearray(100)
-            with pytest.raises(ConnectionError):
-                reads.read(
-                    f"{server.endpoint_url}/key", 0, memoryview(buffer), seconds=60, hedge=_HedgeHoldingBuffer(buffer)
-                )
+            with pytest.raises(BusyError):
+                read_url(reads, server.endpoint_url, buffer, hedge=_HedgeHoldingBuffer(buffer))
             buffer.append(1)  # raises BufferError while a view exists
             del reads
     finally:
@@ -239,7 +252,7 @@ def test_a_busy_store_is_not_asked_twice(status: int) -> None:
 
 @pytest.mark.parametrize("cut_bytes", [0, 1, 50_000])
 def test_a_cut_answer_is_raised(cut_bytes: int) -> None:
-    """Cut a body on a kept connection: the error is raised, and not taken for a connection closed while idle."""
+    """Cut a body on a kept connection: not taken for a connection closed while idle, obstore asks once more."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
         whole = answer_range(request)
@@ -252,7 +265,7 @@ def test_a_cut_answer_is_raised(cut_bytes: int) -> None:
         read(store, 0, 100)
         with pytest.raises(TransientStorageError):
             read(store, 0, 100_000)
-        assert sum("range" in request.headers for request in server.requests) == 2
+        assert [is_direct(request) for request in server.requests if "range" in request.headers] == [True, True, False]
 
 
 def test_a_proxy_is_left_to_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,13 +304,13 @@ def test_an_unrequested_answer_is_not_accepted(*, late: bool) -> None:
 
     asked, sent = threading.Event(), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        reads = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=5)
+        reads = make_reads()
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/key"
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         for start in (0, 4):
             buffer = bytearray(4)
-            assert reads.read(url, start, memoryview(buffer), seconds=60, hedge=None)
+            assert read_url(reads, url, buffer, start=start) == "direct"
             assert buffer == DATA[start : start + 4]
             asked.set()
             assert not late or sent.wait(30)
@@ -307,15 +320,19 @@ def test_an_unrequested_answer_is_not_accepted(*, late: bool) -> None:
 
 
 def test_silence_in_an_answer_ends() -> None:
-    """Send half of the headers and then nothing: the read ends after the silence limit."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        reads = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=0.3)
-        thread = threading.Thread(target=_answer_half, args=(listener,))
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/key"
-        with pytest.raises(TimeoutError, match="silent"):
-            reads.read(url, 0, memoryview(bytearray(10)), seconds=60, hedge=_never)
-        thread.join()
+    """Send half of the headers and then nothing: the read ends after the silence limit; at the deadline it raises."""
+    for left_seconds in (60.0, 0.0):
+        with socket.create_server(("127.0.0.1", 0)) as listener, limit_requests(lambda: left_seconds):  # noqa: B023
+            reads = make_reads(silence_seconds=0.3)
+            thread = threading.Thread(target=_answer_half, args=(listener,))
+            thread.start()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            if left_seconds:
+                assert read_url(reads, url, bytearray(10), hedge=_never) == "after_breaks"
+            else:
+                with pytest.raises(TimeoutError, match="silent"):
+                    read_url(reads, url, bytearray(10), hedge=_never)
+            thread.join()
 
 
 def test_a_late_read_is_overtaken() -> None:
@@ -336,16 +353,20 @@ def test_a_late_read_is_overtaken() -> None:
 
 
 def test_connecting_ends_with_the_read() -> None:
-    """Connect to an address that never answers: the read ends at its own limit, which is shorter than the connect's."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(0)
-    with suppress(BlockingIOError):
-        while True:
-            ours.send(bytes(KiB))
-    connector = Connector(begin=lambda _: ours)
-    reader = DirectRangeReader(verify=None, connect_seconds=1e5, silence_seconds=1e5, connector=connector)
-    with theirs, pytest.raises(TimeoutError):
-        reader.read("http://127.0.0.1:1/key", 0, memoryview(bytearray(10)), seconds=0.1, hedge=_never)
+    """Connect to an address that never answers: the read ends at its own limit, which is shorter than the connect's.
+
+    The address is a listener whose queue is full.
+    """
+    reads = make_reads(connect_seconds=1e5, silence_seconds=1e5)
+    with socket.socket() as listener, ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert read_url(reads, url, bytearray(10), seconds=0.1, hedge=_never) == "after_breaks"
 
 
 def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
@@ -364,13 +385,12 @@ def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
         return memoryview(DATA[:100])
 
     with scripted_server(answer) as server:
-        reader = DirectRangeReader(verify=None, connect_seconds=5, silence_seconds=60)
-        url, buffer = f"{server.endpoint_url}/key", memoryview(bytearray(100))
+        reads, url, buffer = make_reads(silence_seconds=60), server.endpoint_url, bytearray(100)
         for _ in range(SAMPLES_MIN):
-            assert reader.read(url, 0, buffer, seconds=60, hedge=_never)
+            assert read_url(reads, url, buffer, hedge=_never) == "direct"
         hang.set()
         with limit_requests(lambda: 7.0):
-            assert reader.read(url, 0, buffer, seconds=60, hedge=hedge)
+            assert read_url(reads, url, buffer, hedge=hedge) == "direct"
     assert (limits, daemons) == ([7.0], [True])
 
 

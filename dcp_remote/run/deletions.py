@@ -1,18 +1,23 @@
-"""Retire and thin checkpoints of a run: first in the catalog, then in the store.
+"""Deletions in a run: first checkpoints from the catalog, then objects from the store.
 
 An object that a live checkpoint named, and none names any more, can never be named again: a save that began before is
 below the floor, and a save that reuses shards commits only if their checkpoint is still live. So the objects can be
 deleted at any time, in any order, by any process; a crash before that leaves orphans, which gc removes.
+
+An attempt that can still be committed must keep its objects. So the floor is first raised above replaced checkpoints
+and failed attempts; one that is not in the catalog after that swap can never become live again. A shard stays if a live
+checkpoint names it, because its save reused the shard meanwhile.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -27,19 +32,22 @@ from dcp_remote.format.catalog import (
     Catalog,
     Entry,
     Owner,
+    raise_floor,
     require_owner,
     retire_entries,
     thin_entry,
 )
-from dcp_remote.format.keys import manifest_key
+from dcp_remote.format.keys import manifest_key, revision_of
 from dcp_remote.run.catalog_store import require_catalog, swap
-from dcp_remote.run.leftovers import Leftovers
+from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.lookup import find_entry, read_entry
 from dcp_remote.run.retention import Candidate, ChooseToDelete, Decision, Retention, decide, decide_by
 from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted
+from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted, DeletionQueue
 from dcp_remote.storage.retrying import RetryingStore
+
+logger = logging.getLogger(__name__)
 
 # Bounds memory: the new manifests are held until all others were read. The other checkpoints are thinned next time.
 _THINNED_AT_ONCE_MAX = 16
@@ -50,19 +58,12 @@ Choose = Callable[[Catalog], Decision]
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Result of retiring and thinning.
+    """Result of retiring and thinning."""
 
-    Attributes:
-        catalog: Catalog of the run afterwards.
-        retired: Steps of the checkpoints that were retired, ascending.
-        thinned: Steps of the checkpoints that lost their optimizer, ascending.
-        reason: Reason why not everything was done; None if it was.
-    """
-
-    catalog: Catalog
-    retired: tuple[int, ...] = ()
-    thinned: tuple[int, ...] = ()
-    reason: str | None = None
+    catalog: Catalog  # as the swap left it
+    retired: tuple[int, ...] = ()  # steps, ascending
+    thinned: tuple[int, ...] = ()  # steps of the checkpoints that lost their optimizer, ascending
+    reason: str | None = None  # why not everything was done; None if it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,58 +77,81 @@ class _Thin:
     began: int
 
 
-class Maintenance:
-    """Retention and deletion of a run by one process: a manager's coordinator, or a command. For one thread at a time.
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """Checkpoint or attempt that may not be live: its run, the entry that it has or would have in the catalog."""
+
+    run_id: str
+    entry: Entry
+    keys: frozenset[str] | None  # shards that its save put; None if its manifest is to be read for them
+
+
+class Deletions:
+    """Deletions in a run by one process: a manager's coordinator, or a command. For one thread at a time.
 
     The shards that each live manifest names are remembered, so that a manifest is read at most once (and once more to
     be thinned).
-
-    Args:
-        store: Store opened at the run.
-        sleep: Waits so many seconds; an argument for tests.
-        uniform: Draws a number between two; an argument for tests.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[float, float], float] = jitter,
-    ) -> None:
+    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
         """Store the settings; no request."""
         self._store = store
-        self._sleep, self._uniform = sleep, uniform
-        self._leftovers = Leftovers(store, sleep=sleep, uniform=uniform)
-        self._named = self._leftovers.named
+        self._swap = partial(swap, store, sleep=sleep)
+        self._retrying = partial(RetryingStore, store, sleep=sleep)
+        self._queue = DeletionQueue(store, sleep=sleep)
+        self._named = LiveShards()
+        self._noted: dict[str, _Noted] = {}  # by the key of the manifest
+        self._told: set[str] = set()  # keys of unreadable manifests of which the log tells
         # Keys of manifests without any of these top-level keys of the state dict, so that there is nothing to thin.
         self._bare: set[tuple[str, tuple[str, ...]]] = set()
 
     @property
     def pending(self) -> int:
         """Number of objects that may be deleted and are not yet."""
-        return len(self._leftovers.pending)
+        return len(self._queue)
 
     @property
     def is_done(self) -> bool:
         """True if nothing is left to look up or to delete."""
-        return not self._leftovers and not self.pending
+        return not self._noted and not self._queue
 
     def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
         """Remember the shards that a manifest of this process names, so that it need not be read."""
         self._named.remember(manifest_key, shard_keys)
 
     def note(self, run_id: str, entry: Entry, keys: Iterable[str] | None = None) -> None:
-        """Note a checkpoint that was replaced, or an attempt that may not be committed; see `Leftovers.note`."""
-        self._leftovers.note(run_id, entry, keys)
+        """Note a checkpoint or an attempt that may not be live, for `settle`.
+
+        The entry of an attempt is the one that it would have had. `keys` are those of the shards that its save put; if
+        None, its manifest is read for them.
+        """
+        before = self._noted.get(entry.manifest)
+        if keys is not None:
+            keys = frozenset(keys) | (before.keys or frozenset() if before is not None else frozenset())
+        self._noted[entry.manifest] = _Noted(run_id, entry, keys)
 
     def queue_deletion(self, keys: Iterable[str]) -> None:
         """Queue objects for deletion; no checkpoint names them, nor can any later."""
-        self._leftovers.pending.add(keys)
+        self._queue.add(keys)
 
     def settle(self, *, deadline: Deadline, catalog: Catalog | None = None) -> None:
-        """Queue for deletion what was noted and cannot become live; see `Leftovers.settle`. Nothing is deleted yet."""
-        self._leftovers.settle(deadline=deadline, catalog=catalog)
+        """Queue for deletion the objects of what was noted and can never become live. Nothing is deleted yet.
+
+        Costs no request if nothing is noted; a GET and a PUT if the floor of `catalog`, which the caller knows to be
+        there, is too low; and a GET for each manifest that may name the same shards and is not known yet. After an
+        error all stays noted.
+        """
+        if not self._noted:
+            return
+        if catalog is None or catalog.floor < self._floor(catalog):
+            catalog = self._swap(lambda now: raise_floor(now, self._floor(now)), deadline=deadline)
+        # The catalog does not tell what became of attempts of another run, or of a history that was lost.
+        self._noted = {
+            key: noted
+            for key, noted in self._noted.items()
+            if noted.run_id == catalog.run_id and noted.entry.began_revision < catalog.floor
+        }
+        self._collect(catalog, set(self._noted), deadline)
 
     def apply(
         self,
@@ -140,28 +164,16 @@ class Maintenance:
         """Retire and thin the checkpoints that a retention does not keep (whole); nothing is deleted yet.
 
         The decision is made on the very catalog that is swapped, so that a pin or a checkpoint that came in between
-        counts. While the manifest of a live checkpoint cannot be read, nothing is retired or thinned, since the other
-        checkpoints may be needed in its place.
+        counts; a function of the user is called with each. While the manifest of a live checkpoint cannot be read,
+        nothing is retired or thinned, since the other checkpoints may be needed in its place.
+
+        `catalog` is one that the caller knows to be there, which saves a GET. `owner` is the job whose retention this
+        is, None for a tool; a newer job's retention decides instead (`FencedError`).
 
         Costs a GET and, if there is something to do, a GET and a PUT, a GET for each live manifest that is not known
         yet, and a GET and a PUT for each checkpoint that is thinned. After a crash at any moment the catalog is the old
-        or the new one, and objects that no live checkpoint names are orphans.
-
-        Args:
-            retention: Checkpoints to keep, and top-level keys of the state dict that thinning drops (a checkpoint
-                without one of these keys counts as thinned); or a function that returns the steps to delete, which
-                is called with each catalog that a swap finds.
-            deadline: Deadline of all requests.
-            catalog: Catalog that the caller knows to be there, which saves the first GET.
-            owner: Job whose retention this is; None for a tool.
-
-        Raises:
-            CheckpointNotFoundError: There is no run here.
-            FencedError: A newer job owns the run, and its retention decides; nothing was retired or thinned.
-            CommitUnknownError: It is not known whether the catalog was swapped; `settle` finds out.
-            StorageError: The store refused, or did not answer by the deadline.
-            CorruptCheckpointError: The catalog is damaged.
-            Exception: Whatever a function of the user raises; nothing was changed.
+        or the new one, and objects that no live checkpoint names are orphans. After `CommitUnknownError`, `settle`
+        finds out whether the catalog was swapped.
         """
         if not isinstance(retention, Retention):
             choose = partial(decide_by, retention)
@@ -176,24 +188,11 @@ class Maintenance:
     def retire(
         self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
     ) -> Applied:
-        """Retire checkpoints by their steps or names; nothing is deleted yet.
+        """Retire live checkpoints by their steps or names, abandoned ones too; nothing is deleted yet.
 
-        Works on a damaged checkpoint, too, and beside one. Shards that an unreadable manifest may name are left to gc.
-
-        Costs as `apply`. After a crash at any moment the catalog is the old or the new one.
-
-        Args:
-            steps: Steps or names of live checkpoints, abandoned ones included.
-            deadline: Deadline of all requests.
-            force: Retire pinned checkpoints, too, and the newest.
-            owner: Job that asks; None for a person or a tool.
-
-        Raises:
-            FencedError: The job that asks was fenced; nothing was changed.
-            CheckpointNotFoundError: No checkpoint of one of the steps or names is live; nothing was changed.
-            InvalidArgumentError: One of the checkpoints is pinned, or the newest; nothing was changed.
-            CommitUnknownError: It is not known whether the catalog was swapped.
-            StorageError: The store refused, or did not answer by the deadline.
+        Pinned checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
+        `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and beside one. Shards that an
+        unreadable manifest may name are left to gc. Costs as `apply`.
         """
         save_ids: set[str] = set()
 
@@ -216,18 +215,8 @@ class Maintenance:
         batch: int = KEYS_PER_DELETE,
         pause_seconds: float = PAUSE_SECONDS,
     ) -> Deleted:
-        """Delete the queued objects; one DELETE per batch.
-
-        Objects whose deletion fails for now stay queued for the next call; those that fail for good are left to gc. If
-        deleting is not permitted, all are left to gc; the first call logs so, and each call returns their number.
-
-        Args:
-            deadline: Deadline of all requests.
-            stop: Called before each request; if it returns True, the rest stays queued.
-            batch: Objects per request.
-            pause_seconds: Pause between two requests, in seconds.
-        """
-        return self._leftovers.pending.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
+        """Delete the queued objects, as `DeletionQueue.delete` does."""
+        return self._queue.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
 
     def _carry_out(
         self,
@@ -239,18 +228,18 @@ class Maintenance:
         owner: Owner | None = None,
         explicit: bool = False,
     ) -> Applied:
-        now = catalog or require_catalog(self._retrying(deadline)).catalog
+        now = catalog or require_catalog(self._retrying(deadline))
         require_owner(now, owner)
         decision = choose(now)
         if not decision.retire and not decision.thin:
             return Applied(now)
-        ready, unreadable = self._prepared(now, decision.thin, keys, deadline)
+        ready, unreadable = self._prepared(now, frozenset(decision.thin), keys, deadline)
         # The manifests of those to be retired are read, too: their shards are what may be deleted.
         known = [entry for entry in now.entries if entry not in unreadable]
         unreadable |= self._named.read(self._store, known, deadline)
-        damaged = [entry for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)]
-        if not explicit and any(entry.step not in decision.retire for entry in damaged):
-            return Applied(now, reason=self._leftovers.why(unreadable, "retention lets nothing go"))
+        damaged = {entry.step for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)}
+        if not explicit and not damaged.issubset(decision.retire):
+            return Applied(now, reason=self._tell(unreadable, "retention lets nothing go"))
         if not decision.retire and not ready:
             return Applied(now)
         for replaced, thin in ready.items():
@@ -258,8 +247,9 @@ class Maintenance:
             self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
             self._retrying(deadline).put(thin.key, [thin.body])
-        to_retire: dict[str, Entry] = {}
-        to_thin: dict[str, Entry] = {}
+        # What goes: by its save what is retired, since another job may thin the checkpoint before the swap, and deletes
+        # what it thinned; by its manifest what is thinned.
+        gone: dict[str, Entry] = {}
 
         def change(run: Catalog) -> Catalog | None:
             require_owner(run, owner)
@@ -267,79 +257,108 @@ class Maintenance:
             after = _changed(run, decided, ready)
             kept, retiring = {entry.manifest for entry in (after or run).entries}, frozenset(decided.retire)
             for entry in run.entries:
-                if entry.manifest in kept:
-                    continue
-                # By the save, since another job may thin the checkpoint before the swap, and deletes what it thinned.
-                if entry.step in retiring:
-                    to_retire[entry.save_id] = entry
-                else:
-                    to_thin[entry.manifest] = entry
+                if entry.manifest not in kept:
+                    gone[entry.save_id if entry.step in retiring else entry.manifest] = entry
             return after
 
         try:
-            after = swap(self._store, change, deadline=deadline, sleep=self._sleep, uniform=self._uniform)
+            after = self._swap(change, deadline=deadline)
         finally:
             # Even if the swap raised, the catalog may have been swapped.
-            for entry in (*to_retire.values(), *to_thin.values()):
+            for entry in gone.values():
                 self.note(now.run_id, entry)
-        return self._settled(after, to_retire, to_thin, ready, deadline)
+        return self._applied(after, gone, ready, deadline)
 
     def _prepared(
-        self, now: Catalog, steps: Sequence[int], keys: tuple[str, ...], deadline: Deadline
+        self, now: Catalog, steps: Collection[int], keys: tuple[str, ...], deadline: Deadline
     ) -> tuple[dict[str, _Thin], dict[Entry, DcpRemoteError]]:
         """Make thinned manifests, by the key of the one that each replaces; and errors of those that are unreadable."""
         ready: dict[str, _Thin] = {}
         unreadable: dict[Entry, DcpRemoteError] = {}
-        chosen = frozenset(steps)
         for entry in now.entries:
-            if entry.step not in chosen or len(ready) == _THINNED_AT_ONCE_MAX:
+            if entry.step not in steps or len(ready) == _THINNED_AT_ONCE_MAX:
                 continue
             try:
                 manifest = read_entry(self._store, entry, retry_seconds=deadline.remaining_seconds())
             except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 unreadable[entry] = error
                 continue
-            self._named.remember(entry.manifest, manifest.shards.keys)
+            self.remember(entry.manifest, manifest.shards.keys)
             thin = drop_keys(manifest, keys)
             if thin is manifest or thin.run is None:
                 self._bare.add((entry.manifest, keys))
                 continue
             # The key has the revision of the catalog that was read, not that of the checkpoint: gc goes by it.
-            ready[entry.manifest] = _Thin(
-                key=manifest_key(revision=now.revision, step=entry.step),
-                body=manifest_json.encode(thin),
-                keys=thin.run.thinned,
-                size_bytes=thin.total_bytes,
-                began=now.revision,
-            )
-            self._named.remember(ready[entry.manifest].key, thin.shards.keys)
+            key = manifest_key(revision=now.revision, step=entry.step)
+            body = manifest_json.encode(thin)
+            ready[entry.manifest] = _Thin(key, body, thin.run.thinned, thin.total_bytes, began=now.revision)
+            self.remember(key, thin.shards.keys)
         return ready, unreadable
 
-    def _settled(
-        self,
-        after: Catalog,
-        to_retire: Mapping[str, Entry],
-        to_thin: Mapping[str, Entry],
-        ready: Mapping[str, _Thin],
-        deadline: Deadline,
+    def _applied(
+        self, after: Catalog, gone: Mapping[str, Entry], ready: Mapping[str, _Thin], deadline: Deadline
     ) -> Applied:
-        """Tell what was retired and thinned, and queue for deletion what may be deleted."""
+        """Queue for deletion what may be deleted after a swap, and tell what was retired and thinned."""
         live, live_saves = {entry.manifest for entry in after.entries}, {entry.save_id for entry in after.entries}
-        reason: str | None = None
         try:
             # Whichever process carried it out, perhaps this one by a swap whose answer was lost: an object that is
             # named no more can never be named again.
-            mine = {*(entry.manifest for entry in to_retire.values()), *to_thin, *(thin.key for thin in ready.values())}
-            reason = self._leftovers.collect(after, mine, deadline=deadline)
+            mine = {*(entry.manifest for entry in gone.values()), *(thin.key for thin in ready.values())}
+            reason = self._collect(after, mine, deadline)
         except StorageError as error:
             reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
         self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
         return Applied(
             after,
-            retired=tuple(sorted(entry.step for save_id, entry in to_retire.items() if save_id not in live_saves)),
-            thinned=tuple(sorted(to_thin[manifest].step for manifest, thin in ready.items() if thin.key in live)),
+            retired=tuple(
+                sorted(entry.step for key, entry in gone.items() if key == entry.save_id and key not in live_saves)
+            ),
+            thinned=tuple(sorted(gone[manifest].step for manifest, thin in ready.items() if thin.key in live)),
             reason=reason,
         )
+
+    def _collect(self, after: Catalog, manifests: Iterable[str], deadline: Deadline) -> str | None:
+        """Queue for deletion what was noted under these manifests, is not live, and no live checkpoint names.
+
+        `after` is a catalog after which none of it can become live. Returns the reason why shards are left to gc; None
+        if none are. After a `StorageError` what is not settled stays noted.
+        """
+        live = {entry.manifest for entry in after.entries}
+        asked = {key: self._noted[key] for key in manifests if key in self._noted}
+        gone = {key: noted for key, noted in asked.items() if key not in live}
+        unknown = [noted.entry for noted in gone.values() if noted.keys is None]
+        unreadable = self._named.read(self._store, unknown, deadline)
+        shards: set[str] = set()
+        for key, noted in gone.items():
+            shards.update(noted.keys if noted.keys is not None else self._named.shards_of(key))
+        # A checkpoint that names a shard began no earlier than the shard's own save.
+        oldest = min((revision_of(key) or 0 for key in shards), default=0)
+        later = [entry for entry in after.entries if entry.began_revision >= oldest] if shards else []
+        # Before the next read, which can raise: the manifests may be deleted whatever it finds.
+        self._queue.add(gone)
+        unreadable_live = self._named.read(self._store, later, deadline)
+        if not unreadable_live:
+            self._queue.add(self._named.not_named(shards, later))
+        for key in asked:
+            del self._noted[key]
+        self._named.forget_others(live | set(self._noted))
+        unreadable |= unreadable_live
+        return self._tell(unreadable, "shards that it may name are left to gc") if unreadable else None
+
+    def _tell(self, unreadable: Mapping[Entry, DcpRemoteError], consequence: str) -> str:
+        """Return the reason why manifests cannot be read and what follows; log it once for each checkpoint."""
+        entry, error = next(iter(unreadable.items()))
+        reason = f"the manifest of step {entry.step} cannot be read, so that {consequence}: {error}"
+        new = {entry.manifest for entry in unreadable} - self._told
+        if new:
+            self._told |= new
+            logger.warning("%s: %s", self._store.url, reason)
+        return reason
+
+    def _floor(self, now: Catalog) -> int:
+        """Return the floor below which nothing noted here can be committed any more."""
+        began = [noted.entry.began_revision for noted in self._noted.values() if noted.run_id == now.run_id]
+        return max((revision + 1 for revision in began if revision <= now.revision), default=0)
 
     def _candidate(self, entry: Entry, keys: tuple[str, ...]) -> Candidate:
         return Candidate(
@@ -350,9 +369,6 @@ class Maintenance:
             metrics=entry.metrics,
             names=entry.names,
         )
-
-    def _retrying(self, deadline: Deadline) -> RetryingStore:
-        return RetryingStore(self._store, deadline, sleep=self._sleep, random=lambda: self._uniform(0, 1))
 
 
 def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Catalog | None:
@@ -383,20 +399,14 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
 
 
 def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:
-    """Refuse to retire a pinned checkpoint, or the newest.
-
-    Raises:
-        InvalidArgumentError: One of the checkpoints is pinned, or the newest.
-    """
+    """Refuse to retire a pinned checkpoint, or the newest."""
     newest = now.latest()
     for entry in entries:
         if entry.pinned:
             raise InvalidArgumentError(
-                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`), or pass force=True (`--force`).",
-                step=entry.step,
-            )
+                "The checkpoint is pinned. Unpin it first (`dcp-remote pin --undo`).", step=entry.step
+            ).advise(force="force=True deletes it")
         if entry == newest:
             raise InvalidArgumentError(
-                "This is the newest checkpoint, from which a job would go on. To delete it: force=True (`--force`).",
-                step=entry.step,
-            )
+                "This is the newest checkpoint, from which a job would go on.", step=entry.step
+            ).advise(force="force=True deletes it")

@@ -24,10 +24,10 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.deletions import Applied, Deletions
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.labels import give_names
 from dcp_remote.run.live_shards import LiveShards
-from dcp_remote.run.maintenance import Applied, Maintenance
 from dcp_remote.run.retention import Candidate, Retention, decide
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.deletion_queue import Deleted
@@ -65,7 +65,7 @@ def pin(store: ObjectStore, step: int) -> Catalog:
 
 def apply(store: ObjectStore, retention: Retention) -> Applied:
     """Apply a retention, and delete the objects that it lets go."""
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     applied = maintenance.apply(retention, deadline=deadline())
     assert maintenance.delete(deadline=deadline(), pause_seconds=0).failed == {}
     assert maintenance.pending == 0
@@ -117,7 +117,7 @@ def test_what_is_reused_stays() -> None:
     store = a_run(1)
     save(store, 2, base=1, borrows=(FROZEN, OPTIMIZER))
     optimizer = shard_at(store, 1, OPTIMIZER)
-    thin(Maintenance(store), [1], deadline=deadline())
+    thin(Deletions(store), [1], deadline=deadline())
     apply(store, Retention(keep_last=1))
     assert_sound(store)
     assert shard_at(store, 2, OPTIMIZER) == optimizer
@@ -130,7 +130,7 @@ def test_nothing_goes_twice() -> None:
     store = a_run(1, 2, 3)
     apply(store, retention)
     recording = RecordingStore(store)
-    maintenance = Maintenance(recording)
+    maintenance = Deletions(recording)
     applied = maintenance.apply(retention, deadline=deadline())
     assert (applied.retired, applied.thinned) == ((), ())
     assert verbs(recording) == ["get catalog"]
@@ -143,7 +143,7 @@ def test_requests() -> None:
     """Apply a retention: manifests that this process wrote or read are not read, and all objects go in one DELETE."""
     store = a_run(1, 2, 3)
     recording = RecordingStore(store)
-    maintenance = Maintenance(recording)
+    maintenance = Deletions(recording)
     for entry in live(store)[1:]:
         maintenance.remember(entry.manifest, manifest_at(store, entry.step).shards.keys)
     maintenance.apply(Retention(keep_last=2), deadline=deadline(), catalog=stored(store))
@@ -165,7 +165,7 @@ def test_what_has_no_optimizer_is_left_alone() -> None:
     """Thin a checkpoint without these keys: not marked as thinned, and no manifest is read again."""
     store = a_run(1, 2)
     recording = RecordingStore(store)
-    maintenance = Maintenance(recording)
+    maintenance = Deletions(recording)
     retention = Retention(keep_optimizer_last=1, optimizer_keys=("momentum",))
     before = stored(store)
     for expected in (["get catalog", "get", "get"], ["get catalog"]):
@@ -180,7 +180,7 @@ def test_what_has_no_optimizer_is_left_alone() -> None:
 def test_many_are_thinned_in_turn() -> None:
     """Thin many checkpoints: sixteen at once."""
     store = a_run(*range(20))
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     retention = Retention(keep_optimizer_last=1)
     assert len(maintenance.apply(retention, deadline=deadline()).thinned) == 16
     assert len(maintenance.apply(retention, deadline=deadline()).thinned) == 3
@@ -211,7 +211,7 @@ def test_named_ones_stay_until_their_name_moves() -> None:
     assert apply(store, keep).retired == (2, 3)
     save(store, 5)
     assert apply(copied(store), replace(keep, keep_named=False)).retired == (4,)
-    assert Maintenance(store).retire([4], deadline=deadline()).retired == (4,)
+    assert Deletions(store).retire([4], deadline=deadline()).retired == (4,)
 
 
 # ---- retiring and thinning by step
@@ -220,7 +220,7 @@ def test_named_ones_stay_until_their_name_moves() -> None:
 def test_some_go_by_name() -> None:
     """Retire the first and the last of three, the last by `force`: objects that only they name go."""
     store = a_run(1, 2, 3)
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     with pytest.raises(InvalidArgumentError, match="newest"):
         maintenance.retire([1, 3], deadline=deadline())
     assert steps(store) == [1, 2, 3]
@@ -237,18 +237,18 @@ def test_what_a_person_may_not_retire() -> None:
     pin(store, 1)
     before = dict(store.space.objects)
     with pytest.raises(CheckpointNotFoundError, match="step=7"):
-        Maintenance(store).retire([2, 7], deadline=deadline())
+        Deletions(store).retire([2, 7], deadline=deadline())
     with pytest.raises(InvalidArgumentError, match="pinned"):
-        Maintenance(store).retire([1, 2], deadline=deadline())
+        Deletions(store).retire([1, 2], deadline=deadline())
     assert store.space.objects == before
     with pytest.raises(CheckpointNotFoundError, match="no run here"):
-        Maintenance(MemoryStore()).retire([1], deadline=deadline())
+        Deletions(MemoryStore()).retire([1], deadline=deadline())
 
 
 def test_thinned_by_name() -> None:
     """Thin a checkpoint twice: the second time changes nothing."""
     store = a_run(1, 2)
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     assert thin(maintenance, [1], deadline=deadline()).thinned == (1,)
     assert thin(maintenance, [1], deadline=deadline()).thinned == ()
     maintenance.delete(deadline=deadline())
@@ -264,7 +264,7 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
     store = a_run(1, 2, 3, 4)
     manifest = damage(store, 4)
     before = dict(store.space.objects)
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     for retention in (Retention(keep_last=1), Retention(keep_optimizer_last=2)):
         applied = maintenance.apply(retention, deadline=deadline())
         assert (applied.retired, applied.thinned) == ((), ())
@@ -273,7 +273,7 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
     assert store.space.objects == before
     assert maintenance.pending == 0
     # Besides warnings about reading the manifest a second time.
-    told = [record.levelno for record in caplog.records if record.name == "dcp_remote.run.leftovers"]
+    told = [record.levelno for record in caplog.records if record.name == "dcp_remote.run.deletions"]
     assert told == [logging.WARNING]
     maintenance.retire([4], deadline=deadline(), force=True)
     maintenance.apply(Retention(keep_last=1), deadline=deadline())
@@ -305,7 +305,7 @@ def test_beside_a_damaged_one_shards_are_left_to_gc() -> None:
     store = a_run(1, 2, 3)
     damage(store, 2)
     gone = manifest_at(store, 1)
-    maintenance = Maintenance(store)
+    maintenance = Deletions(store)
     applied = maintenance.retire([1], deadline=deadline())
     assert applied.retired == (1,)
     assert applied.reason is not None
@@ -325,7 +325,7 @@ def test_a_manifest_that_fails_for_now_is_waited_for() -> None:
     apply(FaultyStore(a_run(1, 2), [matching(is_manifest, "request")]), Retention(keep_last=1))
     faulty = FaultyStore(store, [matching(is_manifest, "request", persistent=True)])
     with pytest.raises(TransientStorageError):
-        Maintenance(faulty).apply(Retention(keep_last=1), deadline=Deadline(0.1))
+        Deletions(faulty).apply(Retention(keep_last=1), deadline=Deadline(0.1))
     assert store.space.objects == before
 
 
@@ -339,7 +339,7 @@ def test_what_is_live_cannot_be_read_after_the_swap() -> None:
         persistent=True,
         error=lambda: PermissionDeniedError("An injected 403."),
     )
-    maintenance = Maintenance(FaultyStore(busy, [denied]))
+    maintenance = Deletions(FaultyStore(busy, [denied]))
     applied = maintenance.apply(Retention(keep_last=2), deadline=deadline())
     assert applied.retired == (1, 2)
     assert applied.reason is not None
@@ -354,7 +354,7 @@ def test_the_store_never_said_whether_it_was_swapped() -> None:
     store = a_run(1, 2)
     lost = matching(lambda verb, key, number: verb == "put", "response")
     silent = matching(lambda verb, key, number: number > 4, "request", persistent=True)
-    maintenance = Maintenance(FaultyStore(store, [lost, silent]))
+    maintenance = Deletions(FaultyStore(store, [lost, silent]))
     with pytest.raises(CommitUnknownError):
         maintenance.apply(Retention(keep_last=1), deadline=Deadline(0.1))
     assert steps(store) == [2]
@@ -398,7 +398,7 @@ def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
                 missed.append(1)
 
         busy = MeanwhileStore(store, number, act, after=after)
-        maintenance = Maintenance(busy)
+        maintenance = Deletions(busy)
         applied = maintenance.apply(retention, deadline=deadline())
         assert decide(retention, candidates(applied.catalog)).retire == ()
         if title in ("pin", "name") and not missed and busy.acted:
@@ -418,7 +418,7 @@ def test_meant_is_what_was_seen() -> None:
     """Overwrite a step before the swap that retires it: the new checkpoint stays, and none is reported as retired."""
     store = a_run(1, 2)
     busy = MeanwhileStore(store, 2, lambda: save(store, 1, letter="b", overwrite=True))
-    maintenance = Maintenance(busy)
+    maintenance = Deletions(busy)
     applied = maintenance.retire([1], deadline=deadline())
     assert applied.retired == ()
     maintenance.delete(deadline=deadline())
@@ -434,12 +434,12 @@ def test_a_checkpoint_is_thinned_while_it_is_retired() -> None:
 
         def thin_and_delete(store: MemoryStore = store, lost: list[int] = lost) -> None:
             if 1 in steps(store):
-                other = Maintenance(store)
+                other = Deletions(store)
                 thin(other, [1], deadline=deadline())
                 lost.append(other.delete(deadline=deadline()).removed)
 
         busy = MeanwhileStore(store, number, thin_and_delete)
-        maintenance = Maintenance(busy)
+        maintenance = Deletions(busy)
         assert maintenance.retire([1], deadline=deadline()).retired == (1,)
         assert maintenance.delete(deadline=deadline()).removed == (2 if lost else 3)
         assert keys(store) == named(store)
@@ -459,7 +459,7 @@ def test_a_thinned_manifest_that_gc_took() -> None:
             remove_orphans(store, grace_seconds=0)
 
         busy = MeanwhileStore(store, number, collect, after=True)
-        maintenance = Maintenance(busy)
+        maintenance = Deletions(busy)
         outcomes.append(maintenance.apply(retention, deadline=deadline()).thinned)
         assert [bool(entry.thinned) for entry in live(store)] == [bool(outcomes[-1]), False]
         maintenance.delete(deadline=deadline(), pause_seconds=0)
@@ -475,8 +475,8 @@ def test_a_thinned_manifest_that_gc_took() -> None:
 # ---- deleting
 
 
-def ready_to_delete(store: ObjectStore, clock: Clock) -> Maintenance:
-    maintenance = Maintenance(store, sleep=clock.sleep, uniform=lambda low, high: high)
+def ready_to_delete(store: ObjectStore, clock: Clock) -> Deletions:
+    maintenance = Deletions(store, sleep=clock.sleep)
     maintenance.apply(Retention(keep_last=1), deadline=deadline())
     return maintenance
 
@@ -590,12 +590,12 @@ def test_names_are_held_in_little_memory() -> None:
     assert sum(map(len, known._keys.values())) < 24 * len(shards)
 
 
-def test_maintenance_at_exit() -> None:
+def test_deletions_at_exit() -> None:
     """Apply a retention at interpreter exit, when no thread can be started: it is carried out."""
     script = (
         "import atexit\n"
         "from dcp_remote.run.retention import Retention\n"
-        "from tests.run import test_maintenance as here\n"
+        "from tests.run import test_deletions as here\n"
         "store = here.a_run(1, 2, 3, 4)\n"
         "atexit.register(lambda: print(here.apply(store, Retention(keep_last=1)).retired))\n"
     )

@@ -1,4 +1,4 @@
-"""`python -m dcp_remote.run` with a program that knows nothing of dcp_remote."""
+"""`python -m dcp_remote.launch` with a program that knows nothing of dcp_remote."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 def start(
     program: str, folder: Path, url: Path | None, *arguments: object, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a folder, by `dcp_remote.run` if there is a URL, on one process."""
+    """Run a program in a folder, by `dcp_remote.launch` if there is a URL, on one process."""
     folder.mkdir(exist_ok=True)
-    launcher = [sys.executable, "-m", "dcp_remote.run", "--url", url.as_uri()] if url is not None else []
+    launcher = [sys.executable, "-m", "dcp_remote.launch", "--url", url.as_uri()] if url is not None else []
     command = [*launcher, sys.executable, str(PROGRAMS / program), *map(str, arguments)]
     known = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -1,0 +1,30 @@
+"""Output of a command: lines of text, or with `--json` one document."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from dcp_remote.common.text import escape_unprintable
+
+
+class Output:
+    """Standard output of a command.
+
+    Attributes:
+        as_json: True to print a document in place of text.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def say(self, *lines: str) -> None:
+        """Print lines of text at once, escaped: names and values in a checkpoint are untrusted."""
+        if not self.as_json:
+            sys.stdout.writelines(f"{escape_unprintable(line)}\n" for line in lines)
+            sys.stdout.flush()
+
+    def give(self, document: dict[str, object]) -> None:
+        """Print the document, once and at the end: half a document would be worse than none."""
+        if self.as_json:
+            print(json.dumps(document, indent=2))

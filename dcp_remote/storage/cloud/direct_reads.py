@@ -1,0 +1,345 @@
+"""Direct range reads: GETs of signed URLs over connections of this module, straight into the caller's memory.
+
+obstore returns memory of its own, which has to be copied; fresh memory and copies cost as much as the network does.
+Here `http.client` reads into the destination. Everything unusual is left to obstore, which repeats the request: a
+proxy, an answer other than the requested bytes, a broken connection, an untrusted certificate. So no rule of HTTP or of
+a cloud is implemented twice, and no range depends on direct reads.
+
+A store may refuse signed URLs, or a middlebox may cut every connection that carries one. If obstore reads what direct
+reads could not, three times in a row, direct reads are paused.
+
+One GET per range; a second one, by obstore, if the first is late (`common.hedging`).
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import re
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
+from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
+
+from dcp_remote.common.hedging import LatencyTracker
+from dcp_remote.common.threads import CallOnce, Workers
+from dcp_remote.common.units import KiB
+from dcp_remote.storage.cloud.tls_stream import ByteStream, StreamConnection, do_nothing
+from dcp_remote.storage.request_context import remaining_seconds, require_may_write, writes_nothing
+
+logger = logging.getLogger(__name__)
+
+# How a range was read: directly; or by obstore, after another answer, after a broken connection, or without a try.
+Outcome: TypeAlias = Literal["direct", "refused", "after_breaks", "skipped"]
+
+# Ranges in a row that only obstore could read before direct reads are paused, and the length of the pause.
+_FAILED_MAX = 3
+_PAUSE_SECONDS = 60.0
+
+# Busy answers in a row after which obstore reads one range.
+_BUSY_MAX = 2
+
+# Servers close idle connections; one that was idle for longer than this is probably closed.
+_IDLE_SECONDS = 4.0
+_IDLE_MAX = 64
+
+# Hedged requests in flight at the same time.
+_HEDGES_MAX = 2
+
+# Statuses of a server that is overloaded or failing. Any other unexpected status may be due to the signed URL.
+_BUSY = frozenset({408, 429, 500, 502, 503, 504})
+
+# Bytes to read of an error's body; with the store's error code it has a few hundred.
+_ERROR_BODY_BYTES_MAX = 4 * KiB
+
+
+class BusyError(ConnectionError):
+    """The store is too busy for this request, by whatever way."""
+
+
+class _OvertakenError(Exception):
+    """The hedged request was faster."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self.data = data
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCounts:
+    """Ranges of one store that this process has read so far, by how they were read."""
+
+    direct: int = 0
+    refused: int = 0  # by obstore, because the store answered the direct read with something else
+    after_breaks: int = 0  # by obstore, because the direct read broke
+    skipped: int = 0  # by obstore, because direct reads were paused, or a proxy is in between
+
+    @property
+    def ranges(self) -> int:
+        """Ranges that were read, directly or by obstore."""
+        return self.direct + self.refused + self.after_breaks + self.skipped
+
+    def plus(self, more: DirectCounts) -> DirectCounts:
+        """Return the sums of both counts."""
+        return DirectCounts(
+            self.direct + more.direct,
+            self.refused + more.refused,
+            self.after_breaks + more.after_breaks,
+            self.skipped + more.skipped,
+        )
+
+
+class DirectReads:
+    """Direct reads of one bucket over connections that are kept, and their counts. Safe to use from many threads."""
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        connect_seconds: float,
+        silence_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open no connection. The limits are for opening one, and for the time between two arrivals of bytes."""
+        self._bucket = bucket
+        self._connect_seconds = connect_seconds
+        self.silence_seconds = silence_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts = DirectCounts()
+        self._failed_in_a_row = 0
+        self._busy_in_a_row = 0
+        self._again_at = 0.0
+        self.latencies = LatencyTracker()
+        self._context: ssl.SSLContext | None = None
+        self._idle: list[tuple[float, str, StreamConnection]] = []
+        self._hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
+        # A store has no `close`: close connections and threads when this object is garbage-collected.
+        weakref.finalize(self, _close_all, self._idle)
+        weakref.finalize(self, self._hedges.shutdown, wait=False)
+
+    @property
+    def counts(self) -> DirectCounts:
+        """Counts so far."""
+        with self._lock:
+            return self._counts
+
+    def choose(self) -> Outcome:
+        """Return "direct" to read a range directly; after a pause one is tried, and the others wait for its outcome."""
+        with self._lock:
+            if self._busy_in_a_row >= _BUSY_MAX:
+                self._busy_in_a_row = 0
+                return "refused"  # perhaps only signed URLs are
+            if self._failed_in_a_row >= _FAILED_MAX:
+                if self._clock() < self._again_at:
+                    return "skipped"
+                self._again_at = self._clock() + _PAUSE_SECONDS
+            return "direct"
+
+    def note_read(self, outcome: Outcome) -> None:
+        """Count a range that was read, and pause direct reads if only obstore could read the last ones."""
+        with self._lock:
+            self._counts = replace(self._counts, **{outcome: getattr(self._counts, outcome) + 1})
+            if outcome == "direct":
+                self._failed_in_a_row = self._busy_in_a_row = 0
+            if outcome in ("direct", "skipped"):
+                return
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row < _FAILED_MAX:
+                return
+            is_first, self._again_at = not self._again_at, self._clock() + _PAUSE_SECONDS
+        logger.log(
+            logging.WARNING if is_first else logging.DEBUG,
+            "Direct reads of this store fail; obstore reads the ranges, at more CPU. Look for a proxy or firewall that "
+            "cuts or refuses signed URLs. bucket=%s next_try_seconds=%d",
+            self._bucket,
+            _PAUSE_SECONDS,
+        )
+
+    def read(
+        self,
+        url: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        verify: bool | str | None,
+        seconds: float,
+        hedge: Callable[[], memoryview] | None,
+    ) -> Outcome:
+        """Read a range into `buffer`; unless the result is "direct", obstore has to read the range.
+
+        If the read is late, `hedge` reads the same range by obstore, in another thread with a copy of this context.
+        Without `hedge`, no second request is sent. `seconds` limits the whole read.
+
+        Raises:
+            BusyError: The store is too busy.
+            TimeoutError: The store was silent, or slow, until the deadline of the caller.
+            StorageError: The caller has reclaimed `buffer` (`request_context`).
+        """
+        request = _RangeRequest(self, url, start, buffer, seconds=seconds, hedge=hedge)
+        try:
+            kept = self._take_idle(request.server)
+            if kept is not None:
+                # A connection that was closed while idle, or just now: in that case a new one fails as well.
+                with suppress(ConnectionResetError, BrokenPipeError):
+                    return self._read(kept, request)
+            return self._read(request.make_connection(self._get_context(verify=verify)), request)
+        except BusyError:
+            with self._lock:
+                self._busy_in_a_row += 1
+            raise
+        except TimeoutError:
+            if not remaining_seconds():
+                raise
+            return "after_breaks"
+        except (ConnectionError, http.client.IncompleteRead):
+            return "after_breaks"
+        except (OSError, http.client.HTTPException):
+            return "refused"  # obstore resolves names, verifies certificates and parses answers by itself
+
+    def _read(self, connection: StreamConnection, request: _RangeRequest) -> Outcome:
+        buffer, is_reusable = request.buffer, False
+        try:
+            with writes_nothing():
+                stream = connection.open(min(self._connect_seconds, request.seconds))
+            stream.check = partial(request.check, stream)
+            connection.request("GET", request.target, headers=request.headers)
+            with connection.getresponse() as answer:
+                if answer.status in _BUSY:
+                    raise BusyError(_describe_busy(answer))
+                if not request.is_answer(answer):
+                    return "refused"
+                if answer.readinto(buffer) < len(buffer):
+                    raise ConnectionError("The answer ended before all bytes had arrived.")
+                is_reusable = not answer.will_close
+        except _OvertakenError as overtaken:
+            buffer[:] = overtaken.data
+        finally:
+            if connection.stream is not None:
+                connection.stream.check = do_nothing  # breaks a cycle that keeps the caller's memory alive
+            if is_reusable:
+                self._keep(request.server, connection)
+            else:
+                connection.disconnect()
+        self.latencies.record(len(buffer), time.monotonic() - request.began_seconds)
+        return "direct"
+
+    def send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:
+        """Read a range by obstore in another thread, with a copy of this context.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        call = CallOnce(partial(copy_context().run, hedge))
+        self._hedges.submit(call)
+        return call.future
+
+    def _get_context(self, *, verify: bool | str | None) -> ssl.SSLContext:
+        with self._lock:
+            if self._context is None:
+                self._context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+                if verify is False:
+                    self._context.check_hostname = False
+                    self._context.verify_mode = ssl.CERT_NONE
+            return self._context
+
+    def _take_idle(self, server: str) -> StreamConnection | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                since_seconds, connected_to, connection = self._idle.pop()
+            is_fresh = time.monotonic() - since_seconds < _IDLE_SECONDS
+            if is_fresh and connected_to == server and connection.stream is not None and connection.stream.is_quiet():
+                return connection
+            connection.disconnect()
+
+    def _keep(self, server: str, connection: StreamConnection) -> None:
+        with self._lock:
+            self._idle.append((time.monotonic(), server, connection))
+            oldest = self._idle.pop(0)[2] if len(self._idle) > _IDLE_MAX else None
+        if oldest is not None:
+            oldest.disconnect()
+
+
+class _RangeRequest:
+    """One read of a range; checks limits, the buffer and the hedged request while its thread waits for bytes."""
+
+    def __init__(
+        self,
+        reads: DirectReads,
+        url: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        seconds: float,
+        hedge: Callable[[], memoryview] | None,
+    ) -> None:
+        self._reads = reads
+        self._parts = urlsplit(url)
+        self.server = f"{self._parts.scheme}://{self._parts.netloc}"
+        self.target = f"{self._parts.path}?{self._parts.query}" if self._parts.query else self._parts.path
+        self._range = f"{start}-{start + len(buffer) - 1}"
+        # The host as it was signed.
+        self.headers = {"Host": self._parts.netloc, "Range": f"bytes={self._range}"}
+        self.buffer = buffer
+        self.seconds = seconds
+        self.began_seconds = time.monotonic()
+        self._late_seconds = reads.latencies.late_seconds(len(buffer))
+        self._hedge = hedge
+        self._hedged: Future[memoryview] | None = None
+
+    def make_connection(self, context: ssl.SSLContext) -> StreamConnection:
+        """Return a connection to the server, which is not open."""
+        is_tls = self._parts.scheme == "https"
+        port = self._parts.port or (http.client.HTTPS_PORT if is_tls else http.client.HTTP_PORT)
+        return StreamConnection(self._parts.hostname or "", port, context=context if is_tls else None)
+
+    def is_answer(self, answer: http.client.HTTPResponse) -> bool:
+        """Return whether an answer has exactly the bytes of this range."""
+        return (
+            answer.status == HTTPStatus.PARTIAL_CONTENT
+            and answer.length == len(self.buffer)
+            and (answer.getheader("Content-Range") or "").partition("/")[0] == f"bytes {self._range}"
+            and (answer.getheader("Content-Encoding") or "identity") == "identity"
+        )
+
+    def check(self, stream: ByteStream) -> None:
+        """Check this request; called before each wait for bytes, and during the wait."""
+        require_may_write()
+        now_seconds = time.monotonic()
+        elapsed_seconds = now_seconds - self.began_seconds
+        if self._hedged is not None and self._hedged.done() and self._hedged.exception() is None:
+            data = self._hedged.result()
+            if len(data) == len(self.buffer):  # else the object is shorter, which this read will find as well
+                raise _OvertakenError(data)
+        if elapsed_seconds > self.seconds:
+            raise TimeoutError("The store did not answer within the time limit.")
+        if now_seconds - max(self.began_seconds, stream.received_seconds) > self._reads.silence_seconds:
+            raise TimeoutError("The store fell silent in the middle of an answer.")
+        if self._hedge is not None and elapsed_seconds > self._late_seconds and self._reads.latencies.may_repeat():
+            with suppress(RuntimeError):
+                self._hedged = self._reads.send_hedge(self._hedge)
+            self._hedge = None
+
+
+def _close_all(idle: list[tuple[float, str, StreamConnection]]) -> None:
+    for _, _, connection in idle:
+        connection.disconnect()
+    idle.clear()
+
+
+def _describe_busy(answer: http.client.HTTPResponse) -> str:
+    """Return a text with status and error code only: the rest of the answer may quote the request, a secret."""
+    status = HTTPStatus(answer.status)
+    code = re.search(r"<Code>\w{1,64}</Code>", answer.read(_ERROR_BODY_BYTES_MAX).decode(errors="replace"))
+    return f"The store answered {status} {status.phrase}. {code[0] if code else ''}"

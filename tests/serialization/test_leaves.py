@@ -1,0 +1,114 @@
+"""Leaves of generated states, compared with torch's own flattening and with a copy by recursion."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.serialization.leaves import is_flattened, iterate_leaves, value_at
+from dcp_remote.serialization.state_dict import TextKeys, empty_places, require_distinct
+
+KEYS = st.text("ab.1", min_size=1, max_size=3) | st.integers(0, 1)
+VALUES = st.just(None) | st.integers() | st.builds(lambda: torch.zeros(1)) | st.tuples(st.integers(), st.text())
+STATES = st.dictionaries(
+    st.text("ab.", min_size=1, max_size=3),
+    st.recursive(
+        VALUES,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(KEYS, inner, max_size=3)
+            | st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict)
+        ),
+        max_leaves=12,
+    ),
+    max_size=4,
+)
+
+
+def has_equal_names(state: dict[str, Any]) -> bool:
+    """Return whether torch refuses a state, or would lose one of two keys that are equal as text."""
+    try:
+        flatten_state_dict(state)
+    except ValueError:
+        return True
+    mappings = [state, *(value for _, value in every(state) if isinstance(value, dict))]
+    return any(len({str(key) for key in mapping}) < len(mapping) for mapping in mappings)
+
+
+def every(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return all values below a value with their keys, by recursion; containers before what they hold."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, inner in pairs for found in [((*keys, key), inner), *every(inner, (*keys, key))]]
+
+
+@given(state=STATES)
+def test_leaves_are_the_entries_of_torch(state: dict[str, Any]) -> None:
+    """Flatten as torch's planner does: equal names, paths and values in equal order, and the empty dicts besides."""
+    refused = has_equal_names(state)
+    try:
+        require_distinct(state)
+    except InvalidArgumentError:
+        assert refused
+        return
+    assert not refused
+    values, paths = flatten_state_dict(state)
+    leaves = list(iterate_leaves(state, descends=is_flattened))
+    entries = [leaf for leaf in leaves if not isinstance(leaf.value, dict)]
+    assert [leaf.name for leaf in entries] == list(values)
+    assert [leaf.path for leaf in entries] == list(paths.values())
+    assert all(leaf.value is value for leaf, value in zip(entries, values.values(), strict=True))
+    empty = [leaf.path for leaf in leaves if leaf.path and isinstance(leaf.value, dict)]
+    assert empty == empty_places(state)[::-1]
+
+
+@given(state=STATES)
+def test_all_leaves(state: dict[str, Any]) -> None:
+    """Equal, in order, to the values that a recursion finds and that hold no others; each is found by its keys."""
+    expected = [(keys, id(value)) for keys, value in every(state) if not isinstance(value, dict | list)]
+    found: list[tuple[Any, int]] = []
+    for leaf in iterate_leaves(state):
+        inner = leaf.value if isinstance(leaf.value, list) else []  # of numbers alone
+        assert all(value is None or isinstance(value, int) for value in inner)
+        found += [((*leaf.keys, number), id(value)) for number, value in enumerate(inner)]
+        found += [(leaf.keys, id(leaf.value))] if not isinstance(leaf.value, dict | list) else []
+    assert found == expected
+    assert all(value_at(state, leaf.keys) is leaf.value for leaf in iterate_leaves(state))
+
+
+@given(state=STATES)
+def test_keys_of_other_types_come_back(state: dict[str, Any]) -> None:
+    """Load into a template with keys of text: all entries get their values, in the containers of the state."""
+    if has_equal_names(state):
+        return
+    containers = [(keys, value) for keys, value in every(state) if isinstance(value, dict)]
+    leaves = list(iterate_leaves(state, descends=is_flattened))
+    text_keys = TextKeys(state)
+    loaded = list(iterate_leaves(text_keys.template, descends=is_flattened))
+    assert [leaf.keys for leaf in loaded] == [leaf.path for leaf in loaded] == [leaf.path for leaf in leaves]
+    values = [(number, leaf) for number, leaf in enumerate(leaves) if not isinstance(leaf.value, dict)]
+    for number, leaf in values:
+        value_at(text_keys.template, leaf.path[:-1])[leaf.path[-1]] = ("loaded", number)
+    text_keys.apply_loaded()
+    assert all(value_at(state, leaf.keys) == ("loaded", number) for number, leaf in values)
+    assert all(value_at(state, keys) is value for keys, value in containers)
+
+
+@pytest.mark.parametrize("holder", [list, dict])
+def test_a_container_that_contains_itself(holder: type) -> None:
+    """One error, that names the top-level key."""
+    ring: Any = holder()
+    if isinstance(ring, list):
+        ring.append(ring)
+    else:
+        ring["a"] = ring
+    with pytest.raises(InvalidArgumentError, match=r"contains itself.*key='x'"):
+        list(iterate_leaves({"x": ring}))
+    with pytest.raises(InvalidArgumentError, match=r"contains itself.*key='x'"):
+        require_distinct({"x": ring})

@@ -1,0 +1,143 @@
+"""Shares of requests: what an overloaded store refuses, over simulated seconds and over real requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
+from dcp_remote.storage.cloud import throttle
+from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
+from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, Throttle
+from dcp_remote.storage.url import parse_url
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+
+
+@dataclass
+class Clock:
+    seconds: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Host:
+    """Processes that each send as many requests every tenth of a second as their own limit allows."""
+
+    processes: int
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.throttles = [Throttle(self.clock) for _ in range(self.processes)]
+
+    def offer(self, *, seconds: float, taken: Callable[[int], int]) -> tuple[int, int]:
+        """Send to a store that accepts `taken(sent)` per tenth of a second; return how many were sent and refused."""
+        sent_in_all = refused_in_all = 0
+        for _ in range(round(seconds * 10)):
+            sent = [max(1, round(one.share * REQUESTS_MAX)) for one in self.throttles]
+            refused = sum(sent) - taken(sum(sent))
+            sent_in_all += sum(sent)
+            refused_in_all += refused
+            # Spread the refusals evenly, as a load balancer does.
+            position = 0
+            for one, count in zip(self.throttles, sent, strict=True):
+                for _ in range(count):
+                    before = position * refused // sum(sent)
+                    position += 1
+                    one.record_answer(refused=position * refused // sum(sent) > before)
+            self.clock.seconds += 0.1
+        return sent_in_all, refused_in_all
+
+    def share(self) -> float:
+        return self.throttles[0].share
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8, 64])
+def test_the_rate_adapts_to_the_capacity(processes: int) -> None:
+    """Overload a store threefold for a minute: few requests are refused, and most of its capacity is used."""
+    host = Host(processes)
+    capacity = processes * REQUESTS_MAX // 3
+    host.offer(seconds=5, taken=lambda sent: min(sent, capacity))
+    sent, refused = host.offer(seconds=60, taken=lambda sent: min(sent, capacity))
+    assert refused < 0.2 * sent
+    assert sent - refused > 0.8 * 600 * capacity
+
+
+def test_the_share_recovers() -> None:
+    """Refuse everything and then nothing: the share grows from the smallest to full in half a minute."""
+    host = Host(4)
+    host.offer(seconds=20, taken=lambda _: 0)
+    assert host.share() == SHARE_MIN
+    host.offer(seconds=35, taken=lambda sent: sent)
+    assert host.share() == 1
+
+
+def test_a_few_refusals_are_no_overload() -> None:
+    """Refuse one in twenty, whatever is sent: the share stays close to full."""
+    host = Host(4)
+    shares: list[float] = []
+    for _ in range(100):
+        host.offer(seconds=1, taken=lambda sent: sent - sent // 20)
+        shares.append(host.share())
+    assert sum(shares) / len(shares) > 0.9
+
+
+def test_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run threads at the smallest share: one at a time; a slot that is never released blocks others only briefly."""
+    monkeypatch.setattr(throttle, "WAIT_SECONDS_MAX", 0.1)
+    host = Host(1)
+    host.offer(seconds=20, taken=lambda _: 0)
+    (one,) = host.throttles
+    monkeypatch.setattr(throttle, "WAIT_SECONDS_MAX", 60.0)
+    running: list[int] = [0]
+    most: list[int] = [0]
+    lock = threading.Lock()
+
+    def request() -> None:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        with lock:
+            running[0] -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: one.send(request), range(200)))
+    assert most[0] == 1
+    monkeypatch.setattr(throttle, "WAIT_SECONDS_MAX", 0.05)
+    with ThreadPoolExecutor(1) as pool:
+        one.send(lambda: pool.submit(one.send, request).result(timeout=30))
+
+
+def open_at(endpoint_url: str) -> CloudStore:
+    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    return open_cloud_store(parse_url("s3://bucket/run"), {"endpoint_url": endpoint_url, **keys})
+
+
+def test_stores_of_a_bucket_have_one_share() -> None:
+    """Refuse requests of a store's child: the share of the store is reduced, and not that of another bucket."""
+    with scripted_server(lambda _: HttpAnswer(503)) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(20):
+            with pytest.raises(TransientStorageError):
+                store.child("below").put("key", [b"1"])
+        assert store._bucket.throttle.share < 1
+        assert open_at(server.endpoint_url)._bucket.throttle.share == 1
+
+
+def test_an_answer_is_no_refusal() -> None:
+    """Ask for a missing object many times: the share stays full."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(20):
+            with pytest.raises(ObjectNotFoundError):
+                store.get_into("key", 0, memoryview(bytearray(1)))
+        assert store._bucket.throttle.share == 1
