@@ -446,6 +446,27 @@ def test_found_credentials_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "a-session-token" not in str(caught.value)
 
 
+def test_credentials_that_are_given_by_position_are_not_shown() -> None:
+    """Give a session token in `client_kwargs`, by position, and quote it in a refusal."""
+    body = b"<Error><Code>AccessDenied</Code><Message>a-session-token</Message></Error>"
+    given = {"aws_session_token": "a-session-token", "aws_access_key_id": "testing", "aws_secret_access_key": SECRET}
+    with scripted_server(lambda _: HttpAnswer(403, body)) as server:
+        filesystem = S3FileSystem(
+            False,
+            server.endpoint_url,
+            None,
+            None,
+            None,
+            True,
+            given,
+            skip_instance_cache=True,
+        )
+        with pytest.raises(PermissionDeniedError) as caught:
+            open_fsspec_store(filesystem, "bucket/prefix").put("key", [b"x"])
+        assert server.requests[0].headers["x-amz-security-token"] == "a-session-token"
+    assert "a-session-token" not in str(caught.value)
+
+
 def test_secrets_are_in_no_repr(s3_server: S3Server) -> None:
     """Check the repr of the store and of its configuration."""
     store: Any = open_fsspec_store(file_system(s3_server), "bucket/p")
