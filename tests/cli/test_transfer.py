@@ -139,7 +139,7 @@ def test_errors(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (
             ["export", run, str(tmp_path / "out"), "--dtype", "int8"],
             2,
-            "dcp-remote: dtype must be a floating-point dtype of torch, such as bfloat16. dtype='int8'",
+            "dcp-remote: --dtype must be a floating-point dtype of torch, such as bfloat16. dtype='int8'",
         ),
         (["export", run, str(tmp_path / "out"), "--step", "9"], 1, "9"),
     ]
