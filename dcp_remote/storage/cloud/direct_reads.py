@@ -198,7 +198,8 @@ class DirectReads:
                 # A connection that was closed while idle, or just now: in that case a new one fails as well.
                 with suppress(ConnectionResetError, BrokenPipeError):
                     return self._read(kept, request)
-            return self._read(request.make_connection(self._get_context(verify=verify)), request)
+            context = self._get_context(verify=verify) if url.startswith("https:") else None
+            return self._read(request.make_connection(context), request)
         except BusyError:
             with self._lock:
                 self._busy_in_a_row += 1
@@ -304,11 +305,10 @@ class _RangeRequest:
         self._hedge = hedge
         self._hedged: Future[memoryview] | None = None
 
-    def make_connection(self, context: ssl.SSLContext) -> StreamConnection:
-        """Return a connection to the server, which is not open."""
-        is_tls = self._parts.scheme == "https"
-        port = self._parts.port or (http.client.HTTPS_PORT if is_tls else http.client.HTTP_PORT)
-        return StreamConnection(self._parts.hostname or "", port, context=context if is_tls else None)
+    def make_connection(self, context: ssl.SSLContext | None) -> StreamConnection:
+        """Return a connection to the server, which is not open; `context` is that of https."""
+        port = self._parts.port or (http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT)
+        return StreamConnection(self._parts.hostname or "", port, context=context)
 
     def is_answer(self, answer: http.client.HTTPResponse) -> bool:
         """Return whether an answer has exactly the bytes of this range."""
