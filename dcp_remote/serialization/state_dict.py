@@ -6,8 +6,9 @@ and converted back after a load.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -22,12 +23,15 @@ from torch.optim import Optimizer
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.files import Files, holds_imitation, unwrap_marked
 from dcp_remote.serialization.leaves import (
+    FlatState,
     Leaf,
     Path,
+    flatten,
     is_container,
     is_flattened,
     iterate_leaves,
     name_of,
+    nesting_error,
     require_depth,
     value_at,
 )
@@ -123,27 +127,36 @@ def as_state(state: _State | nn.Module) -> _State | dict[str, Any]:
     return {"model": state} if isinstance(state, nn.Module) else state
 
 
-def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | None = None) -> dict[str, Any]:
-    """Return the state dict that this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key.
+def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | None = None) -> FlatState:
+    """Return what this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key, taken apart.
 
     Bare modules and optimizers count as `ModelState` and `OptimizerState`. `Stateful`s may be at any depth. Raises an
-    `InvalidArgumentError` if a tuple, also of a `state_dict()`, looks like an entry of `Opaque` or `Files`.
+    `InvalidArgumentError` if two values would have one name, or a tuple, also of a `state_dict()`, looks like an entry
+    of `Opaque` or `Files`.
     """
     _require_state(state)
     reader = _StateReader(state, roles=roles)
     # Sorted, as in torch: `state_dict()` may be a collective operation, and the order of keys may differ between ranks.
     values = {key: reader.read(state[key], (key,)) for key in sorted(state)}
-    if imitations := [name for key, value in values.items() for name in _find_imitations(state[key], value, key)]:
-        raise imitation_error(imitations)
     # In a tuple, which torch's planner does not flatten: a later job's template may hold a value of another structure.
     own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
     shared = {key: value for key, value in values.items() if key not in own}
-    return shared | {PER_RANK_KEY: {str(rank): own}} if own else shared
+    flat = flatten(shared | {PER_RANK_KEY: {str(rank): own}} if own else shared)
+    imitations = [name for key in own for name in _find_own_imitations(state[key].value, values[key], key)] + [
+        leaf.name
+        for name, value in flat.values.items()
+        if isinstance(value, (tuple, list))
+        for leaf in iterate_leaves(value, flat.paths[name])
+        if is_imitation(leaf.value)
+    ]
+    if imitations:
+        raise imitation_error(sorted(imitations))
+    return flat
 
 
-def _find_imitations(element: object, value: object, key: str) -> list[str]:
-    """Return the names of values below a top-level key that a load would take for entries of `Opaque` or `Files`."""
-    if isinstance(element, PerRank) and not is_stateful(element.value):  # one entry, which may contain itself
+def _find_own_imitations(held: object, value: object, key: str) -> list[str]:
+    """Return the names of values in a value of this rank that a load would take for entries of `Opaque` or `Files`."""
+    if not is_stateful(held):  # one entry, which may contain itself
         return [key] if holds_imitation(value) else []
     return [leaf.name for leaf in iterate_leaves(value, (key,)) if is_imitation(leaf.value)]
 
@@ -320,14 +333,22 @@ class _StateReader:
 
     def read(self, value: Any, path: Path) -> Any:
         """Return what is saved of a value, or loaded into; a container without `Stateful`s is returned itself."""
-        if not is_container(value):
+        try:
+            return self._read(value, path)
+        except RecursionError as error:
+            raise nesting_error(path[0]) from error
+
+    def _read(self, value: Any, path: Path) -> Any:
+        if type(value) in ATOMS:
+            return value
+        if isinstance(value, torch.Tensor) or not is_container(value):
             return self._read_leaf(value, path)
-        require_depth(path)
+        require_depth(path, len(path))
         if isinstance(value, list):
-            items = [self.read(inner, (*path, number)) for number, inner in enumerate(value)]
-            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-        read = {key: self.read(inner, (*path, str(key))) for key, inner in value.items()}
-        if all(read[key] is inner for key, inner in value.items()):
+            items = [self._read(inner, (*path, number)) for number, inner in enumerate(value)]
+            return items if any(map(operator.is_not, items, value)) else value
+        read = {key: self._read(inner, (*path, str(key))) for key, inner in value.items()}
+        if not any(map(operator.is_not, read.values(), value.values())):
             return value
         if not isinstance(value, MutableMapping):
             raise InvalidArgumentError(
@@ -456,35 +477,8 @@ def holds_stateful(value: object) -> bool:
 
 
 def require_distinct(state: Mapping[Any, object]) -> None:
-    """Refuse two keys of a mapping that are equal as text, or two paths that are once their parts are joined by dots.
-
-    torch would give two values the same name; the error names them.
-    """
-    leaves = list(iterate_leaves(state))
-    if any(leaf.path is not leaf.keys for leaf in leaves):  # which takes a tenth of the time of the look at each part
-        _require_distinct_keys(leaves)
-    path_of: dict[str, Path] = {}
-    for leaf in iterate_leaves(state, descends=is_flattened):
-        # An empty mapping has no entry.
-        if not isinstance(leaf.value, Mapping) and path_of.setdefault(leaf.name, leaf.path) != leaf.path:
-            raise InvalidArgumentError(
-                "Two values of the state have one name, since torch joins the parts of a path by dots. Rename one.",
-                name=leaf.name,
-                paths=", ".join(sorted([str([*path_of[leaf.name]]), str([*leaf.path])])),
-            )
-
-
-def _require_distinct_keys(leaves: Sequence[Leaf]) -> None:
-    keys_of: dict[Path, tuple[Any, ...]] = {}
-    for leaf in leaves:
-        for depth in range(1, len(leaf.path) + 1):
-            path, keys = leaf.path[:depth], leaf.keys[:depth]
-            if keys_of.setdefault(path, keys) != keys:
-                raise InvalidArgumentError(
-                    "Keys of the state are equal as text, and torch would give their values the same name. Rename one.",
-                    where=name_of(path[:-1]),
-                    keys=path[-1],
-                )
+    """Refuse a state that cannot be taken apart, see `flatten`."""
+    flatten(state)
 
 
 class TextKeys:
