@@ -44,8 +44,7 @@ from dcp_remote.saving.plan_table import (
     shrink_integers,
 )
 from dcp_remote.saving.rank_differences import Described
-from dcp_remote.serialization.leaves import FlatState
-from dcp_remote.serialization.leaves import flatten as flatten_state
+from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.objects import digest_object
 from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles
 from dcp_remote.serialization.tensors import PLAIN_TYPES, dtype_name, is_plain

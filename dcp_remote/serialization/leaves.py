@@ -66,7 +66,7 @@ class FlatState(NamedTuple):
     paths: dict[str, Path]  # of the values; and of empty dicts, which have no value, see `format/empty_dicts.py`
 
 
-def flatten(state: Mapping[Any, Any]) -> FlatState:
+def flatten_state(state: Mapping[Any, Any]) -> FlatState:
     """Take a state apart; the values themselves are not copied. Takes 1 µs for each value.
 
     Refuses two values that torch would give the same name, since their keys are equal as text, or their paths once

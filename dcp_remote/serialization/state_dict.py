@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,7 +25,7 @@ from dcp_remote.serialization.leaves import (
     FlatState,
     Leaf,
     Path,
-    flatten,
+    flatten_state,
     is_container,
     is_flattened,
     iterate_leaves,
@@ -141,7 +140,7 @@ def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | 
     # In a tuple, which torch's planner does not flatten: a later job's template may hold a value of another structure.
     own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
     shared = {key: value for key, value in values.items() if key not in own}
-    flat = flatten(shared | {PER_RANK_KEY: {str(rank): own}} if own else shared)
+    flat = flatten_state(shared | {PER_RANK_KEY: {str(rank): own}} if own else shared)
     imitations = [name for key in own for name in _find_own_imitations(state[key].value, values[key], key)] + [
         leaf.name
         for name, value in flat.values.items()
@@ -297,9 +296,9 @@ def _require_state(state: object) -> None:
         )
 
 
-def _require_shape(value: object, path: Path) -> None:
+def _require_shape(value: torch.Tensor, path: Path) -> None:
     # A ShardedTensor refuses to be asked, as a tensor without an implementation of `is_nested`.
-    if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_nested:
+    if not isinstance(value, ShardedTensor) and value.is_nested:
         raise InvalidArgumentError(
             "A nested tensor has no shape that could be saved. Save its parts: list(tensor.unbind()).",
             tensor=name_of(path),
@@ -339,15 +338,21 @@ class _StateReader:
             raise nesting_error(path[0]) from error
 
     def _read(self, value: Any, path: Path) -> Any:
-        if type(value) in ATOMS:
+        if isinstance(value, torch.Tensor):
+            _require_shape(value, path)
             return value
-        if isinstance(value, torch.Tensor) or not is_container(value):
+        if not is_container(value):
             return self._read_leaf(value, path)
         require_depth(path, len(path))
         if isinstance(value, list):
-            items = [self._read(inner, (*path, number)) for number, inner in enumerate(value)]
+            items = [
+                inner if type(inner) in ATOMS else self._read(inner, (*path, number))
+                for number, inner in enumerate(value)
+            ]
             return items if any(map(operator.is_not, items, value)) else value
-        read = {key: self._read(inner, (*path, str(key))) for key, inner in value.items()}
+        read = {
+            key: inner if type(inner) in ATOMS else self._read(inner, (*path, str(key))) for key, inner in value.items()
+        }
         if not any(map(operator.is_not, read.values(), value.values())):
             return value
         if not isinstance(value, MutableMapping):
@@ -359,7 +364,6 @@ class _StateReader:
         return read
 
     def _read_leaf(self, value: Any, path: Path) -> Any:
-        _require_shape(value, path)
         if isinstance(value, PerRank):
             if len(path) > 1:
                 raise InvalidArgumentError("A PerRank must be at the top level of the state.", where=name_of(path))
@@ -477,8 +481,8 @@ def holds_stateful(value: object) -> bool:
 
 
 def require_distinct(state: Mapping[Any, object]) -> None:
-    """Refuse a state that cannot be taken apart, see `flatten`."""
-    flatten(state)
+    """Refuse a state that cannot be taken apart, see `flatten_state`."""
+    flatten_state(state)
 
 
 class TextKeys:
@@ -488,23 +492,36 @@ class TextKeys:
     """
 
     def __init__(self, template: dict[str, Any]) -> None:
-        """Copy the containers, if any key is not a string."""
-        self.template, self._original = template, template
-        self._leaves = list(iterate_leaves(template, descends=is_flattened))
-        if any(leaf.path is not leaf.keys for leaf in self._leaves):
-            self.template = {}
-            for leaf in self._leaves:
-                set_element(self.template, leaf.path, {} if isinstance(leaf.value, Mapping) else leaf.value)
+        """Copy the containers below which a key is not a string."""
+        self.template, self._original = _with_text_keys(template), template
 
     def apply_loaded(self) -> None:
         """Move what was loaded from the copies into the original containers, under the original keys."""
-        if self.template is self._original:
-            return
-        for leaf in self._leaves:
-            loaded = value_at(self.template, leaf.path)
-            # An empty mapping has no entry, and nothing is loaded into its copy.
-            if loaded is not leaf.value and not isinstance(leaf.value, Mapping):
-                value_at(self._original, leaf.keys[:-1])[leaf.keys[-1]] = loaded
+        _put_back(self._original, self.template)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if type(value) in ATOMS or isinstance(value, torch.Tensor) or not is_flattened(value):
+        return value
+    if isinstance(value, list):
+        items = [*map(_with_text_keys, value)]
+        return items if any(map(operator.is_not, items, value)) else value
+    copied = {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    is_text = {str}.issuperset(map(type, value))
+    return value if is_text and not any(map(operator.is_not, copied.values(), value.values())) else copied
+
+
+def _put_back(original: Any, copied: Any) -> None:
+    """Put what was loaded into a copy of a container into the original."""
+    if original is copied:
+        return
+    is_list = isinstance(original, list)
+    for key, held in [*enumerate(original)] if is_list else [*original.items()]:
+        loaded = copied[key if is_list else str(key)]
+        if type(held) not in ATOMS and not isinstance(held, torch.Tensor) and is_flattened(held):
+            _put_back(held, loaded)
+        elif loaded is not held:
+            original[key] = loaded
 
 
 def empty_places(state: Mapping[Any, object]) -> list[Path]:

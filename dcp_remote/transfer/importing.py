@@ -31,7 +31,7 @@ from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.info import CheckpointInfo, latest
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.saving.plan_cache import RunPlanner
-from dcp_remote.serialization.leaves import FlatState, flatten
+from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.refused_values import refused_values
 from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank
 from dcp_remote.serialization.tensors import byte_view
@@ -261,7 +261,7 @@ class _SourcePlanner(PiecePlanner, RunPlanner):
 
     def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
         # Here, since the manager sorts the top-level keys, and takes values of this rank alone.
-        flat, own = state_dict, flatten(self._per_rank)
+        flat, own = state_dict, flatten_state(self._per_rank)
         places = {key: number for number, key in enumerate(self._source.state)}
         paths = dict(sorted(flat.paths.items(), key=lambda item: places[item[1][0]])) | own.paths
         values = flat.values | own.values
@@ -304,7 +304,7 @@ class _SourcePlanner(PiecePlanner, RunPlanner):
 
 def _require_storable(source: Source, *, allow_pickle: bool) -> None:
     """Refuse what the save would refuse, before it takes the run from a training."""
-    for name in flatten(source.state).values:
+    for name in flatten_state(source.state).values:
         if name.encode(errors="replace").decode() != name:
             raise InvalidArgumentError(
                 "A name in the source is not Unicode: it has half of a surrogate pair. Load the source by its own "
