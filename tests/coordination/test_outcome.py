@@ -14,7 +14,7 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
-from dcp_remote.coordination.outcome import GRACE_SECONDS, Outcome
+from dcp_remote.coordination.outcome import GRACE_SECONDS, Cancelled, Outcome
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import Clock, Ended, expected, held, join, plain, rank_threads, together, wait_until
 
@@ -39,7 +39,7 @@ def test_a_coordinator_that_is_refused_the_commit_phase_is_not_in_it(monkeypatch
         assert collective.deadline.expired()
 
     def too_late(outcome: Outcome) -> None:
-        outcome.cancel(SaveFailedError("Interrupted."))
+        outcome.cancel(Cancelled(SaveFailedError("Interrupted.")))
         enter_commit(outcome)
 
     monkeypatch.setattr(Outcome, "enter_commit", too_late)
