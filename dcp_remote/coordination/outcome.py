@@ -239,10 +239,11 @@ class Outcome:
         assert isinstance(verdict, Verdict), "nothing else is put there"
         if self.has_met or verdict.what in {self.what, ""}:
             error = verdict.error(self.terms.failed)
+            # Another thread may have found a later number meanwhile, under which all ranks have met.
             if is_coordinator:
-                self.end(error, is_unattended=verdict.is_unattended)
+                self.end(error, is_unattended=verdict.is_unattended, keys=keys)
             else:
-                self.cancel(Cancelled(error, verdict.commit, verdict.is_unattended))
+                self.cancel(Cancelled(error, verdict.commit, verdict.is_unattended), keys=keys)
         elif self._renumber(keys, keys.number + 1) and is_coordinator:
             # For ranks that come later still, so that they go on to the next number, too.
             client.put_first(keys.verdict, data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 import time
@@ -14,7 +15,8 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
-from dcp_remote.coordination.outcome import GRACE_SECONDS, Cancelled, Outcome
+from dcp_remote.coordination.messages import Commit, Verdict
+from dcp_remote.coordination.outcome import GRACE_SECONDS, Cancelled, Outcome, Phase
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import Clock, Ended, expected, held, join, plain, rank_threads, together, wait_until
 
@@ -330,6 +332,29 @@ def test_a_number_that_is_found_while_the_rank_looks(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("dcp_remote.coordination.failure_detector.FailureDetector.check", lambda *_: None)
         assert [repr(result) for result in them.run(part)] == [repr(value) for value in expected(2)]
     assert 1 in found
+
+
+def test_a_verdict_that_is_read_while_another_thread_goes_on() -> None:
+    """A verdict on another operation ends nothing, also if all ranks have met under the next number meanwhile."""
+    store = dist.HashStore()
+    ranks = RankGroup(0, 2, store, beat_seconds=60.0)
+    try:
+        with join(ranks) as collective:
+            outcome = collective._outcome
+            verdict = Verdict("the save of step 0", "Over.", b"", Commit.NEVER, is_unattended=False)
+            Client(store).put("1/failed", pickle.dumps(verdict))
+
+            class SlowClient(Client):
+                def get(self, key: str) -> bytes:
+                    data = super().get(key)
+                    assert outcome.read_verdict(Client(store))
+                    outcome.phase = Phase.MET
+                    return data
+
+            assert outcome.read_verdict(SlowClient(store))
+            assert (outcome.error, outcome.keys.number) == (None, 2)
+    finally:
+        ranks.close()
 
 
 def test_the_next_operation_has_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
