@@ -367,7 +367,6 @@ class Collective:
             self._outcome.raise_if_cancelled()
             keys = self._outcome.keys
             key = keys.contribution(self._round, rank)
-            self._outcome.contributed_keys = keys  # from now on there may be an answer under these keys
             self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]  # mypy infers no default
             answer = self._receive(keys.answer(self._round, None if shared else rank), keys, shared=shared)
             if answer is not None:
@@ -470,7 +469,7 @@ class Collective:
                 status is not None
                 and outcome.has_rank_left(status)
                 and not self._ask(outcome.read_verdict)
-                and not outcome.follow(status)
+                and not outcome.skip_deleted_verdicts(status)
             ):
                 outcome.end_without_verdict(status, keys)
             outcome.raise_if_cancelled()

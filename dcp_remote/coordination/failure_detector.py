@@ -70,11 +70,8 @@ class FailureDetector:
         self._ask_positions(client)
         if not self._member.is_coordinator:
             status = outcome.coordinator_status()
-            # A rank that has contributed may have its answer, which only the thread that waits for it looks for: to
-            # follow here would take the answer of the coordinator's next operation of the same name.
-            has_contributed = outcome.contributed_keys is outcome.keys
-            if not outcome.read_verdict(client) and status is not None and not has_contributed:
-                outcome.follow(status)
+            if not outcome.read_verdict(client) and status is not None:
+                outcome.skip_deleted_verdicts(status)
             self._end_if_silent()
             self._end_if_absent(client, [0])
         elif not outcome.is_committing and not outcome.read_verdict(client):

@@ -95,7 +95,6 @@ class Outcome:
         what: Name of the operation.
         terms: Times of the operation, and the classes of its errors.
         keys: Keys of the operation, by the number known so far.
-        contributed_keys: Keys under which this rank has contributed last; None before. Not set on the coordinator.
         phase: Phase of the operation.
         has_left: True once this rank takes no part any more.
         cancelled: End of the operation by an error; None while the operation goes on.
@@ -110,7 +109,6 @@ class Outcome:
         self.what = keys.what
         self.terms = terms
         self.keys = keys
-        self.contributed_keys: CollectiveKeys | None = None
         self.phase = Phase.ARRIVING
         self.has_left = False
         self.cancelled: Cancelled | None = None
@@ -211,18 +209,13 @@ class Outcome:
         is_out = status.operation == number and status.what == self.what and not status.is_inside
         return status.is_closed or status.operation > number or is_out
 
-    def follow(self, status: RankStatus) -> bool:
-        """Go on to a later number by the coordinator's status; return whether that changed this rank's.
+    def skip_deleted_verdicts(self, status: RankStatus) -> bool:
+        """Go on to the first number whose verdict is kept, by the coordinator's status; return whether it is later.
 
-        To the coordinator's number if the coordinator is in this operation. If this rank has missed more operations
-        than there are verdicts, to the first of these; the verdicts then lead on.
+        For a rank that has missed more operations than there are verdicts; these then lead on.
         """
-        keys = self.keys
-        if self.has_met:
-            return False
-        is_same = status.what == self.what and status.is_inside
-        number = status.operation if is_same else status.operation - VERDICTS_KEPT + 1
-        return number > keys.number and self._renumber(keys, number)
+        keys, first_kept = self.keys, status.operation - VERDICTS_KEPT + 1
+        return not self.has_met and first_kept > keys.number and self._renumber(keys, first_kept)
 
     def read_verdict(self, client: Client) -> bool:
         """Read the verdict under this number, if there is one: cancel, or go on to the next number.
@@ -244,10 +237,12 @@ class Outcome:
                 self.end(error, is_unattended=verdict.is_unattended, keys=keys)
             else:
                 self.cancel(Cancelled(error, verdict.commit, verdict.is_unattended), keys=keys)
-        elif self._renumber(keys, keys.number + 1) and is_coordinator:
-            # For ranks that come later still, so that they go on to the next number, too.
+            return True
+        if is_coordinator:
+            # For ranks that come later still; before they can read that this rank has another number.
             client.put_first(keys.verdict, data)
             self._member.note_verdict(keys.number, keys.verdict)
+        if self._renumber(keys, keys.number + 1) and is_coordinator:
             others = range(1, self._member.world_size)
             own, theirs = (some.contributions(1, others) for some in (keys, keys.with_name(verdict.what)))
             self._member.note_left_keys(keys.number, [keys.failed, *own, *theirs])
