@@ -165,14 +165,16 @@ class FailureDetector:
     def _end_if_elsewhere(self) -> None:
         """End the operation if the coordinator waits for the contribution of a rank that will never give it."""
         outcome, keys = self._outcome, self._outcome.keys
-        never: list[int] = []
+        never, names = list[int](), set[str]()
         for rank in self._missing[1] if self.is_waiting else ():
             status = None if self._heartbeat is None else self._heartbeat.last(rank)
             if status is None:
                 continue
+            if status.operation == keys.number:
+                names.add(status.what)
             if outcome.has_rank_left(status):
                 never.append(rank)
-            elif status.is_inside and status.operation == outcome.keys.number and status.what != outcome.what:
+            elif status.is_inside and status.operation == keys.number and status.what != outcome.what:
                 # The rank may be about to leave the other operation; two heartbeats later it has said that it stays.
                 if status.count >= self._elsewhere.setdefault(rank, status.count) + 2:
                     never.append(rank)
@@ -183,7 +185,7 @@ class FailureDetector:
                 f"{outcome.name_ranks(never)} did something else instead of {outcome.what}, which was given up. Every "
                 f"rank must make the same calls: where values decide, decide on one rank and broadcast its decision."
             )
-            outcome.end(self._terms.failed(message, **outcome.rank_details(never)), any_operation=True, keys=keys)
+            outcome.end(self._terms.failed(message, **outcome.rank_details(never)), also=names, keys=keys)
 
     def _end_as_late(self, client: Client) -> None:
         """End the operation at its deadline, naming the ranks without a contribution, or the coordinator itself."""

@@ -81,14 +81,14 @@ class Verdict:
     """End of an operation by an error, as it stands in the store.
 
     Attributes:
-        what: Name of the operation; "" ends every operation under the number.
+        names: Names of the operations that end, all of them under one number.
         text: Text of the error.
         data: The error, pickled separately, since only one rank may know its class.
         commit: State of the coordinator's commit.
         is_unattended: True if some rank did not come to the operation.
     """
 
-    what: str
+    names: frozenset[str]
     text: str
     data: bytes
     commit: Commit

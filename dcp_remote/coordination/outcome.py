@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -230,7 +230,7 @@ class Outcome:
             return False  # also if the verdict was deleted just now: this rank is behind, and will find that out
         verdict = pickle.loads(data)  # noqa: S301  # of a rank of this job
         assert isinstance(verdict, Verdict), "nothing else is put there"
-        if self.has_met or verdict.what in {self.what, ""}:
+        if self.has_met or self.what in verdict.names:
             error = verdict.error(self.terms.failed)
             # Another thread may have found a later number meanwhile, under which all ranks have met.
             if is_coordinator:
@@ -244,8 +244,9 @@ class Outcome:
             self._member.note_verdict(keys.number, keys.verdict)
         if self._renumber(keys, keys.number + 1) and is_coordinator:
             others = range(1, self._member.world_size)
-            own, theirs = (some.contributions(1, others) for some in (keys, keys.with_name(verdict.what)))
-            self._member.note_left_keys(keys.number, [keys.failed, *own, *theirs])
+            operations = [keys, *map(keys.with_name, verdict.names)]
+            left = [key for operation in operations for key in operation.contributions(1, others)]
+            self._member.note_left_keys(keys.number, [keys.failed, *left])
         return True
 
     def _renumber(self, keys: CollectiveKeys, number: int) -> bool:
@@ -325,7 +326,7 @@ class Outcome:
         *,
         commit: Commit = Commit.POSSIBLE,
         even_in_commit: bool = False,
-        any_operation: bool = False,
+        also: Collection[str] = (),
         is_unattended: bool = False,
         keys: CollectiveKeys | None = None,
     ) -> None:
@@ -335,7 +336,7 @@ class Outcome:
             error: Error that every rank raises.
             commit: State of the commit, as far as this rank knows; ignored on the coordinator.
             even_in_commit: Cancel also in the coordinator's commit phase.
-            any_operation: End every operation under this number, also one of another name.
+            also: Names of other operations under this number, which end as well.
             is_unattended: Some rank did not come to the operation.
             keys: End the operation only as long as these are its keys.
         """
@@ -346,7 +347,7 @@ class Outcome:
             commit = Commit.UNKNOWN if self.is_committing else Commit.NEVER
         else:
             error = self.error_for_others(error)
-        self.post_verdict(Cancelled(error, commit, is_unattended), any_operation=any_operation)
+        self.post_verdict(Cancelled(error, commit, is_unattended), also=also)
 
     def cancel(self, cancelled: Cancelled, *, even_in_commit: bool = False, keys: CollectiveKeys | None = None) -> bool:
         """Cancel the operation here, without telling the others; return whether that changed anything.
@@ -367,17 +368,17 @@ class Outcome:
             self._is_cancelled.set()
             return True
 
-    def post_verdict(self, cancelled: Cancelled, *, any_operation: bool = False) -> None:
+    def post_verdict(self, cancelled: Cancelled, *, also: Collection[str] = ()) -> None:
         """Post a verdict with the next heartbeat, unless one was posted: the coordinator to all, others to it.
 
         Args:
             cancelled: End of the operation for the readers.
-            any_operation: End every operation under this number, also one of another name.
+            also: Names of other operations under this number, which end as well.
         """
         if self._heartbeat is not None:
             key = self.keys.verdict if self._member.is_coordinator else self.keys.failed
-            what, error = "" if any_operation else self.what, cancelled.error
-            verdict = Verdict(what, str(error), pickle.dumps(error), cancelled.commit, cancelled.is_unattended)
+            names, error = frozenset([self.what, *also]), cancelled.error
+            verdict = Verdict(names, str(error), pickle.dumps(error), cancelled.commit, cancelled.is_unattended)
             data = pickle.dumps(verdict)
             self._heartbeat.enqueue(lambda client: client.put_first(key, data))
 

@@ -18,7 +18,18 @@ from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.messages import Commit, Verdict
 from dcp_remote.coordination.outcome import GRACE_SECONDS, Cancelled, Outcome, Phase
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import Clock, Ended, expected, held, join, plain, rank_threads, together, wait_until
+from tests.support.rank_threads import (
+    Clock,
+    Ended,
+    errors,
+    expected,
+    held,
+    join,
+    plain,
+    rank_threads,
+    together,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -341,7 +352,7 @@ def test_a_verdict_that_is_read_while_another_thread_goes_on() -> None:
     try:
         with join(ranks) as collective:
             outcome = collective._outcome
-            verdict = Verdict("the save of step 0", "Over.", b"", Commit.NEVER, is_unattended=False)
+            verdict = Verdict(frozenset({"the save of step 0"}), "Over.", b"", Commit.NEVER, is_unattended=False)
             Client(store).put("1/failed", pickle.dumps(verdict))
 
             class SlowClient(Client):
@@ -446,6 +457,15 @@ def test_a_rank_that_is_far_behind_is_told_so() -> None:
         (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
         assert type(late.error) is SaveTimeoutError
         assert "Rank 1 did not report by the deadline; the save of step 0" in plain(late.error)
+
+
+def test_a_rank_that_missed_an_operation_in_which_others_disagreed() -> None:
+    """Two ranks were in different operations, and ended both; the next one of all ranks works."""
+    with rank_threads(3) as them:
+        assert [result.value for result in them.run(together)] == expected(3)
+        ended = them.run(lambda ranks: together(ranks, f"the save of step {ranks.rank}"), ranks=[0, 2])
+        assert all("Rank 2 did something else" in error for error in errors(ended))
+        assert [repr(result) for result in them.run(together)] == [repr(value) for value in expected(3)]
 
 
 def test_ranks_that_disagree_on_the_rounds() -> None:
