@@ -20,9 +20,10 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.coordination.failure_detector import FailureDetector
-from dcp_remote.coordination.heartbeat import one_line
+from dcp_remote.coordination.heartbeat import POLLING_SECONDS, one_line
 from dcp_remote.coordination.key_value import Client, HelperClient
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys, Commit
@@ -38,9 +39,8 @@ T = TypeVar("T")
 # Answers of the coordinator by their receiver: a rank, a group of ranks (`of-<n>`), or all (None).
 _Answers: TypeAlias = dict[int | str | None, object]
 
-# Pauses between two looks for a key: short at first, for ranks that arrive together; then as many looks as the store
-# bears. It does 6,800 a second for one client (loopback), so 2,000 for all of them leave it time for torch.
-_FIRST_PAUSE_SECONDS = 0.005
+# Longest pause between two looks for a key, and looks of all ranks together, of which the store does 6,800 a second for
+# one client (loopback): 2,000 leave it time for torch.
 _PAUSE_SECONDS_MAX = 0.25
 _LOOKS_PER_SECOND = 2000
 
@@ -93,7 +93,7 @@ class Collective:
         self.failed = terms.failed
         self.deadline = self._outcome.deadline
         self._on_leave = on_leave
-        self._pause_seconds_max = max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND)
+        self._polling = RetryPolicy(POLLING_SECONDS, max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND))
         self._client: HelperClient | None = None
         self._round = 0
         # On the coordinator: keys of the answers that are in the store.
@@ -458,7 +458,7 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled.
         """
-        outcome, pause_seconds = self._outcome, _FIRST_PAUSE_SECONDS
+        outcome, pauses = self._outcome, self._polling.growing_delays()
         while outcome.keys is keys:
             status = outcome.coordinator_status()
             if self._ask(lambda client: client.has(wanted)):
@@ -473,8 +473,7 @@ class Collective:
             ):
                 outcome.end_without_verdict(status, keys)
             outcome.raise_if_cancelled()
-            outcome.wait(pause_seconds)
-            pause_seconds = min(1.5 * pause_seconds, self._pause_seconds_max)
+            outcome.wait(next(pauses))
         return False
 
     def _ask(self, request: Callable[[Client], T]) -> T:

@@ -3,10 +3,10 @@
 Only the coordinator ends an operation for all ranks: its heartbeat's thread posts the verdict. If the coordinator is
 silent, or the store is gone with its host, each rank finds that out alone.
 
-Each rank counts operations itself, so their numbers agree as long as all ranks begin equally many. But a rank may raise
-before it begins an operation that the others begin, and that then fails without it; its count would stay one behind. So
-a rank that finds the verdict on another operation under its number goes on to the next number, since no other rank will
-do this rank's operation under the first one.
+Each rank counts operations itself, so their numbers agree as long as all ranks begin equally many. But a rank may never
+come to an operation that the others begin, and that then fails without it; its count would stay one behind. So a rank
+that finds the verdict on other operations under its number goes on to the next number, since no other rank will do this
+rank's operation under the first one.
 """
 
 from __future__ import annotations

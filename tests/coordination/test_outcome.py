@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import re
 import threading
 import time
@@ -466,6 +467,36 @@ def test_a_rank_that_missed_an_operation_in_which_others_disagreed() -> None:
         ended = them.run(lambda ranks: together(ranks, f"the save of step {ranks.rank}"), ranks=[0, 2])
         assert all("Rank 2 did something else" in error for error in errors(ended))
         assert [repr(result) for result in them.run(together)] == [repr(value) for value in expected(3)]
+
+
+@pytest.mark.parametrize("seed", [6, 11, 17])
+def test_after_any_history_all_ranks_meet(seed: int) -> None:
+    """Ranks miss operations, raise in them, and disagree on their names; the next one of all ranks works at once."""
+    rng = random.Random(seed)
+    history = []
+    for number in range(rng.randrange(2, 6)):
+        what = rng.choice(["the restore", f"the save of step {number}"])
+        here = {rank: what if rng.random() < 0.9 else "another" for rank in range(3) if rng.random() < 0.6}
+        history.append((here, {rank for rank in here if rng.random() < 0.25}, rng.choice([0.0, 0.1, 0.4])))
+    have_all_ended = threading.Barrier(3)
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        def take_part(what: str, *, is_raising: bool) -> None:
+            with join(ranks, what, arrival_seconds=0.25, seconds=3.0) as collective:
+                if is_raising:
+                    raise ValueError("boo")
+                collective.gather(None, len)
+
+        for here, raising, pause_seconds in history:
+            if ranks.rank in here:
+                Ended(lambda here=here, raising=raising: take_part(here[ranks.rank], is_raising=ranks.rank in raising))  # type: ignore[misc]
+            elif ranks.rank == 1:
+                time.sleep(pause_seconds)
+        have_all_ended.wait(60)
+        return together(ranks, "the last")
+
+    with rank_threads(3) as them:
+        assert [repr(result) for result in them.run(part)] == [repr(value) for value in expected(3)], history
 
 
 def test_ranks_that_disagree_on_the_rounds() -> None:
