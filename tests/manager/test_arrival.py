@@ -164,7 +164,8 @@ def test_a_rank_that_is_refused_its_call_tells_the_others(monkeypatch: pytest.Mo
                     )(managers.managers[group.rank])
                 )
                 assert all(text in str(one.error) for one in ended), ended
-                assert all(one.error.details["rank"] == odd for one in (ended[:odd] + ended[odd + 1 :])), ended
+                told = [one.error for one in ended[:odd] + ended[odd + 1 :]]
+                assert all(isinstance(error, DcpRemoteError) and error.details["rank"] == odd for error in told), ended
                 monkeypatch.undo()
             assert [one.error for one in managers.run(lambda one: one.restore(state_of(0)))] == [None] * 3
         managers.close()
