@@ -141,6 +141,40 @@ def test_a_save_that_waits_for_its_beginning(monkeypatch: pytest.MonkeyPatch) ->
     alone.close()
 
 
+def test_a_rank_that_is_refused_its_call_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are wrong on one rank, or its last save has failed: all ranks raise at once, and go on together."""
+    wrong: dict[str, Callable[[CheckpointManager], Any]] = {
+        "A metric must be one number": lambda one: one.save(2, state_of(2), metrics={"loss": "low"}),  # type: ignore[dict-item]
+        "missing must be": lambda one: one.restore(state_of(0), missing="no"),  # type: ignore[arg-type]
+        "Lost": lambda one: one.save(2, state_of(2)),
+    }
+    right = [lambda one: one.save(2, state_of(2), wait=True), lambda one: one.restore(state_of(0))]
+    with rank_threads(3) as them:
+        managers = Managers(them, monkeypatch, arrival_seconds=1000.0, timeout_seconds=1000.0)
+        managers.run(lambda one: one.save(1, state_of(1), wait=True))
+        for text, call in wrong.items():
+            for odd in (0, 2):
+                if text == "Lost":
+                    failed = SaveFailedError("Lost.")
+                    monkeypatch.setattr(managers.managers[odd], "wait", lambda failed=failed: raise_error(failed))
+                others = right["restore" in call.__code__.co_names]
+                ended = them.run(
+                    lambda group, odd=odd, call=call, others=others: (  # type: ignore[misc]  # mypy infers no default
+                        call if group.rank == odd else others
+                    )(managers.managers[group.rank])
+                )
+                assert all(text in str(one.error) for one in ended), ended
+                told = [one.error for one in ended[:odd] + ended[odd + 1 :]]
+                assert all(isinstance(error, DcpRemoteError) and error.details["rank"] == odd for error in told), ended
+                monkeypatch.undo()
+            assert [one.error for one in managers.run(lambda one: one.restore(state_of(0)))] == [None] * 3
+        managers.close()
+
+
+def raise_error(error: DcpRemoteError) -> None:
+    raise error
+
+
 def test_a_restore_under_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks count no restore, so that all ranks can still agree on a step at which to stop."""
     with rank_threads(3) as them:
