@@ -149,10 +149,11 @@ def _method(owner: type, name: str, act: _Act) -> Callable[..., Any]:
     """Return a method of DeepSpeed's signature that takes the place of a class's."""
     own: Callable[..., Any] = getattr(owner, name)
     own = inspect.unwrap(own) if getattr(own, _MARK, False) else own
+    signature = inspect.signature(getattr(DeepSpeedEngine, name))  # that of a subclass may hide the names
 
     @functools.wraps(own)
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = inspect.signature(own).bind(self, *arguments, **options)
+        given = signature.bind(self, *arguments, **options)
         given.apply_defaults()
         return act(self, functools.partial(own, self, *arguments, **options), given.arguments)
 
