@@ -12,34 +12,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import parse_qsl, unquote
 
-# Questions that S3 knows and this server does not: to pass them by would answer another question.
-_UNKNOWN_QUERIES = frozenset(
-    [
-        "accelerate",
-        "acl",
-        "attributes",
-        "cors",
-        "encryption",
-        "legal-hold",
-        "lifecycle",
-        "logging",
-        "notification",
-        "object-lock",
-        "policy",
-        "replication",
-        "requestPayment",
-        "restore",
-        "retention",
-        "select",
-        "tagging",
-        "torrent",
-        "uploads",
-        "versionId",
-        "versioning",
-        "versions",
-        "website",
-    ]
-)
+# Other questions are refused: to pass them by would answer another question.
+_LISTING = {"list-type", "prefix", "delimiter", "max-keys", "start-after", "continuation-token", "encoding-type"}
+_SIGNATURE = {"AWSAccessKeyId", "Signature", "Expires"}  # and names that begin with X-Amz-
+_KNOWN_QUERIES = _LISTING | _SIGNATURE | {"delete", "location", "uploads", "uploadId", "partNumber", "x-id"}
 
 
 class S3Error(Exception):
@@ -144,7 +120,8 @@ def parse_head(head: bytes) -> Request:
 def operation_of(request: Request) -> str:
     """S3's name for what is asked, or "NotImplemented"."""
     query = request.query
-    if not _UNKNOWN_QUERIES.isdisjoint(query) and not (request.method == "POST" and "uploads" in query):
+    unknown = [name for name in query if name not in _KNOWN_QUERIES and not name.lower().startswith("x-amz-")]
+    if unknown or ("uploads" in query and request.method != "POST"):
         return "NotImplemented"
     if not request.bucket:
         return "NotImplemented"
@@ -156,7 +133,7 @@ def operation_of(request: Request) -> str:
         return "CopyObject" if "x-amz-copy-source" in request.headers else "PutObject"
     if request.method == "DELETE" and "if-match" in request.headers:
         return "NotImplemented"
-    of_upload = {"GET": "ListParts", "DELETE": "AbortMultipartUpload", "POST": "CompleteMultipartUpload"}
+    of_upload = {"DELETE": "AbortMultipartUpload", "POST": "CompleteMultipartUpload"}
     if "uploadId" in query:
         return of_upload.get(request.method, "NotImplemented")
     if request.method == "POST":
