@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -375,6 +375,28 @@ def test_objects_that_training_keeps(store: RecordingStore, planner: type[Defaul
     dcp.load(template, storage_reader=RemoteReader(store))
     assert same(template, state)
     assert same(load(store), state)
+
+
+def as_it_is(state: dict[str, Any]) -> dict[str, Any]:
+    """Save and load without flattening, so that each value is one object; both ways to load give the same."""
+    store = MemoryStore()
+    dcp.save(state, storage_writer=RemoteWriter(store), planner=DefaultSavePlanner(flatten_state_dict=False))
+    template: dict[str, Any] = dict.fromkeys(state)
+    dcp.load(template, storage_reader=RemoteReader(store), planner=DefaultLoadPlanner(flatten_state_dict=False))
+    loaded = load(store)
+    assert same(list(template.values()), list(loaded.values()))
+    return loaded
+
+
+def test_shared_values_stay_shared() -> None:
+    """Reach a list, a tensor and its memory on two paths: a change through one is seen through the other."""
+    inner: list[int] = [1]
+    tensor = torch.arange(4.0)
+    loaded = as_it_is({"lists": [inner, {"again": inner}], "tensors": (tensor, tensor[1:], torch.nn.Parameter(tensor))})
+    loaded["lists"][0].append(2)
+    assert loaded["lists"][1]["again"] == [1, 2]
+    loaded["tensors"][0][1] = 9
+    assert (loaded["tensors"][1][0], loaded["tensors"][2][1]) == (9, 9)
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, Pickling])

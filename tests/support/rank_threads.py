@@ -19,11 +19,14 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.storage import ObjectStore
+from tests.support import points
 
 T = TypeVar("T")
 
 WHAT = "the save of step 7"
 HEARTBEAT_SECONDS = 0.03
+
+wait_until = points.wait_until
 
 
 class Clock:
@@ -186,14 +189,6 @@ def held(ranks: RankGroup) -> Iterator[None]:
     finally:
         ranks.heartbeat.remove_hook(stop)
         go_on.set()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition is true, for half a minute at most."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "the condition never became true"
-        time.sleep(0.002)
 
 
 HOST = """
