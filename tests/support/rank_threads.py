@@ -55,13 +55,7 @@ class Ended(Generic[T]):
 
 
 class RankThreads:
-    """Group of ranks, all of them in this process.
-
-    Args:
-        world_size: Number of ranks.
-        store: Store in which the ranks meet; by default one of this process.
-        beat_seconds: Seconds between two heartbeats.
-    """
+    """Group of ranks, all of them in this process."""
 
     def __init__(
         self, world_size: int, store: dist.Store | None = None, *, beat_seconds: float = HEARTBEAT_SECONDS

@@ -76,12 +76,7 @@ class Row(Measured):
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Results of a run.
-
-    Attributes:
-        about: Machine, versions, date and duration in seconds: texts and numbers by name.
-        rows: Measurements.
-    """
+    """Results of a run."""
 
     about: dict[str, Any]
     rows: tuple[Row, ...]

@@ -19,11 +19,7 @@ Digest: TypeAlias = Callable[[memoryview], bytes]
 
 
 def load_digests() -> dict[str, Digest]:
-    """What the bytes of a body are compared with, by name.
-
-    Raises:
-        InvalidArgumentError: awscrt is not installed: CRC64NVME in Python itself would take a minute a GiB.
-    """
+    """What the bytes of a body are compared with, by name."""
     try:
         checksums = import_module("awscrt.checksums")
     except ImportError as error:
@@ -49,11 +45,7 @@ def told_checksums(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_checksums(headers: Mapping[str, str], body: memoryview, digests: Mapping[str, Digest]) -> None:
-    """Compare a body with what its headers and trailers tell of it.
-
-    Raises:
-        S3Error: BadDigest, one of them is another's.
-    """
+    """Compare a body with what its headers and trailers tell of it."""
     expected = [(name, value, digests[name]) for name, value in told_checksums(headers).items()]
     for name, value, digest in expected:
         if base64.b64encode(digest(body)).decode() != value:

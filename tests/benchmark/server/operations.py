@@ -54,11 +54,7 @@ class Operations:
         }
 
     def carry_out(self, operation: str, request: Request, body: Body) -> Reply:
-        """Answer a request.
-
-        Raises:
-            S3Error: With an error.
-        """
+        """Answer a request."""
         act = self._by_name.get(operation)
         if act is None:
             asked = f"{request.method} {request.path} {sorted(request.query)}"

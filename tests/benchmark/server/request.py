@@ -41,11 +41,7 @@ class Conditions:
     none_match: str | None
 
     def require_for_put(self, key: str, etag: str | None) -> None:
-        """Refuse to put over the object with this ETag, None for an absent one.
-
-        Raises:
-            S3Error: As S3 does: 412, and 404 where a certain version is to be replaced and there is none at all.
-        """
+        """Refuse to put over the object with this ETag, None for an absent one."""
         if self.match is not None and etag is None:
             raise no_such_key(key)
         if self.match is not None and self.match not in ("*", etag):
@@ -54,11 +50,7 @@ class Conditions:
             raise S3Error(HTTPStatus.PRECONDITION_FAILED, "PreconditionFailed", "If-None-Match: it is there.")
 
     def require_for_get(self, etag: str) -> None:
-        """Refuse to send the object with this ETag.
-
-        Raises:
-            S3Error: 412, or 304 where the client has this version.
-        """
+        """Refuse to send the object with this ETag."""
         if self.match is not None and self.match not in ("*", etag):
             raise S3Error(HTTPStatus.PRECONDITION_FAILED, "PreconditionFailed", "If-Match names another version.")
         if self.none_match is not None and self.none_match in ("*", etag):
@@ -88,11 +80,7 @@ class Request:
 
 
 def parse_head(head: bytes) -> Request:
-    """Read a head, without the empty line at its end. The bucket is that of the path, or of a `.localhost` name.
-
-    Raises:
-        S3Error: It is no request of HTTP.
-    """
+    """Read a head, without the empty line at its end. The bucket is that of the path, or of a `.localhost` name."""
     lines = head.decode("latin-1").split("\r\n")
     try:
         method, target, protocol = lines[0].split(" ")
@@ -156,11 +144,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 def asked_range(header: str | None, size_bytes: int) -> range | None:
-    """The bytes that a Range asks for; None for all (as also where the header is not understood).
-
-    Raises:
-        S3Error: 416, nothing of it is there.
-    """
+    """The bytes that a Range asks for; None for all (as also where the header is not understood)."""
     found = _RANGE.fullmatch(header.strip()) if header is not None else None
     if found is None or found.groups() == ("", ""):
         return None

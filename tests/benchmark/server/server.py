@@ -146,9 +146,6 @@ def bench_server(
         verify: Refuse bodies whose checksum is wrong; needs awscrt.
         buckets: Made at the start.
         shape: How it behaves; by default as fast as it can, without faults.
-
-    Raises:
-        InvalidArgumentError: There is no room, or something that was asked for is not installed.
     """
     command = [sys.executable, "-m", "tests.benchmark.server.server", "--bytes", str(size_bytes)]
     command += ["--folder", str(folder)] if folder is not None else []

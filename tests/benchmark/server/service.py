@@ -16,15 +16,7 @@ from tests.benchmark.server.space import Space
 
 
 class Service:
-    """One store, as it behaves at the moment.
-
-    Attributes:
-        space: Where bodies lie.
-        objects: What lies under which key.
-        operations: What becomes of requests.
-        shape: How it behaves, and which requests fail. Of one mind: read together, replaced together.
-        counter: What was asked.
-    """
+    """One store, as it behaves at the moment."""
 
     def __init__(self, *, folder: Path, size_bytes: int, verify: bool, buckets: Iterable[str], shape: Shape) -> None:
         digests = load_digests() if verify else {}
@@ -36,11 +28,7 @@ class Service:
         self.counter = Counter()
 
     def administer(self, asked: str, document: bytes) -> Mapping[str, object]:
-        """What is asked below `/-/`.
-
-        Raises:
-            InvalidArgumentError: It is none of that, or the shape is none.
-        """
+        """What is asked below `/-/`."""
         match asked:
             case "GET /-/counts":
                 return asdict(self.counter.counts())

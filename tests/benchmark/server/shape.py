@@ -37,11 +37,7 @@ class Shape:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no server could do.
-
-        Raises:
-            InvalidArgumentError: The share is none, or a time or a bandwidth is negative.
-        """
+        """Refuse what no server could do."""
         if not 0 <= self.slow_down_share <= 1:
             raise InvalidArgumentError("A share lies between 0 and 1.", slow_down_share=self.slow_down_share)
         if not 0 <= self.latency_ms < math.inf:
@@ -52,11 +48,7 @@ class Shape:
 
 
 def parse_shape(text: str | bytes) -> Shape:
-    """Read a shape from JSON; what is not named is at its default.
-
-    Raises:
-        InvalidArgumentError: It is no object of JSON, or has another name or type than those of `Shape`.
-    """
+    """Read a shape from JSON; what is not named is at its default."""
     try:
         values = json.loads(text)
     except ValueError as error:
