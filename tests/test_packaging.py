@@ -83,7 +83,6 @@ def wheel(released: Path) -> zipfile.ZipFile:
 
 
 def test_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """Its list of files against the folder's."""
     package = ROOT / "dcp_remote"
     sources = {
         f"dcp_remote/{path.relative_to(package).as_posix()}"
@@ -325,7 +324,6 @@ def test_make_dist_asks_for_the_repository(clone: Path) -> None:
 
 @needs_make
 def test_make_alone_shows_the_targets(clone: Path) -> None:
-    """And makes nothing."""
     result = make(clone, OLD_PYTHON, target="help")
     assert result.returncode == 0
     assert {line.split()[1] for line in result.stdout.splitlines()} >= {"install", "lint", "typecheck", "test", "demo"}

@@ -157,7 +157,6 @@ def test_rows_of_a_plan() -> None:
 
 
 def test_about_names_nobody() -> None:
-    """Facts of the machine, not its name."""
     about = about_this_machine()
     assert platform.node() not in str(about)
     assert about["cores"] > 0

@@ -164,7 +164,6 @@ def test_fence_is_checked_first() -> None:
 
 
 def test_the_floor_itself_may_commit() -> None:
-    """A save that began at the floor may commit."""
     assert steps(commit(replace(THREE, floor=10), 4, began_revision=10)) == [1, 2, 3, 4]
 
 

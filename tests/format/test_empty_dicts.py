@@ -155,7 +155,6 @@ def test_entries_of_other_ranks_take_precedence(states: Sequence[State], left: l
 
 
 def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> None:
-    """The order of the ranks does not matter."""
     tables = []
     states: tuple[dict[str, Any], ...] = ({"a": {}}, {"a": {"{}": torch.ones(1)}})
     for state in states:

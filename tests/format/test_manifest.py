@@ -215,7 +215,6 @@ CONTRADICTIONS: list[tuple[Callable[[Manifest], Manifest], str]] = [
     ("change", "message"), CONTRADICTIONS, ids=[f"{n}: {message}" for n, (_, message) in enumerate(CONTRADICTIONS)]
 )
 def test_contradictions(change: Callable[[Manifest], Manifest], message: str) -> None:
-    """Each case has exactly one contradiction."""
     check(example())
     with pytest.raises(CorruptCheckpointError, match=message):
         check(change(example()))

@@ -338,7 +338,6 @@ def test_lone_surrogates_in_names() -> None:
 
 
 def test_unreadable_manifests_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest that a reader would refuse is not written."""
     for limit in ("DOCUMENT_BYTES_MAX", "STORED_BYTES_MAX"):
         with monkeypatch.context() as patch:
             patch.setattr(document, limit, 20 * KiB)

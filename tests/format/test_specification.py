@@ -138,7 +138,6 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 
 def test_reader_is_short_and_imports_neither_torch_nor_us() -> None:
-    """The source of the reader is short, and imports neither torch nor dcp_remote."""
     source = READER.read_text(encoding="utf-8")
     assert len(source.splitlines()) < LINES_MAX
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -134,7 +134,6 @@ def test_a_rank_that_hangs_is_killed_and_replaced(capfd: pytest.CaptureFixture[s
 
 @pytest.mark.torture(smoke=False)
 def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
-    """`close` ends the processes, seen by their ids, and a call starts them again."""
     with RankPool(1) as pool:
         assert pool.pids == [None]
         (first,) = pool.run(os.getpid)

@@ -118,3 +118,11 @@ def _told(row: Row) -> dict[str, Any]:
 def median(rows: Sequence[Row], figure: Callable[[Row], float]) -> float | None:
     """Return the median of a figure over the rounds; None if there are none."""
     return statistics.median(map(figure, rows)) if rows else None
+
+
+def wall(row: Row) -> float:
+    return row.wall_seconds
+
+
+def cpu_per_gib(row: Row) -> float:
+    return row.cpu_seconds_per_gib
