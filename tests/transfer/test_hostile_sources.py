@@ -275,7 +275,8 @@ def test_sources_that_would_crash_or_never_end(tmp_path: Path) -> None:
     for name, program in WALKED_FOR_EVER.items():
         (by_torch(tmp_path / name) / ".metadata").write_bytes(b"\x80\x04" + program + b".")
         said[name] = "damaged"
-    for name, value in (("lists", doubled_lists(60)), ("keys", {n: {"x" * 100_000: 1} for n in range(400)})):
+    key = "x" * 100_000  # stored once
+    for name, value in (("lists", doubled_lists(60)), ("keys", {number: {key: 1} for number in range(400)})):
         torch.save(value, stream := io.BytesIO())
         by_torch(tmp_path / name, partial(set_object, data=stream.getvalue(), file="object"))
         (tmp_path / name / "object").write_bytes(stream.getvalue())
