@@ -363,8 +363,7 @@ export_checkpoint(run, folder, kind=kind, file_bytes_max=4000, memory_budget_byt
 @pytest.mark.parametrize(
     ("kind", "owner", "name", "number"),
     [
-        ("torch", "SavedCheckpoint", "read", 2),
-        ("safetensors", "Path", "rename", 2),
+        ("safetensors", "SavedCheckpoint", "read", 2),
         ("torch", "Path", "rename", 3),  # torch itself renames .metadata once
     ],
 )
