@@ -380,9 +380,10 @@ def test_objects_that_training_keeps(store: RecordingStore, planner: type[Defaul
 def as_it_is(state: dict[str, Any]) -> dict[str, Any]:
     """Save and load without flattening, so that each value is one object; both ways to load give the same."""
     store = MemoryStore()
-    dcp.save(state, storage_writer=RemoteWriter(store), planner=DefaultSavePlanner(flatten_state_dict=False))
+    plain = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    dcp.save(state, storage_writer=RemoteWriter(store), planner=DefaultSavePlanner(**plain))
     template: dict[str, Any] = dict.fromkeys(state)
-    dcp.load(template, storage_reader=RemoteReader(store), planner=DefaultLoadPlanner(flatten_state_dict=False))
+    dcp.load(template, storage_reader=RemoteReader(store), planner=DefaultLoadPlanner(**plain))
     loaded = load(store)
     assert same(list(template.values()), list(loaded.values()))
     return loaded
