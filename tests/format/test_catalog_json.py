@@ -84,6 +84,8 @@ def changed(at: int, **fields: Any) -> Catalog:
 
 WRONG: dict[str, Catalog] = {
     "run_id is short": replace(EXAMPLE, run_id="f" * 31),
+    "run_id is upper case": replace(EXAMPLE, run_id="F" * 32),
+    "run_id in other digits": replace(EXAMPLE, run_id="\u0661" * 32),
     "run_id ends a line": replace(EXAMPLE, run_id="f" * 31 + "\n"),
     "revision too high": replace(EXAMPLE, revision=2**53 + 1),
     "floor above the revision": replace(EXAMPLE, floor=11),
