@@ -28,8 +28,8 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.storage import MemoryStore
-from tests.serialization.test_tags import same
-from tests.serialization.test_training_objects import Level, as_it_is
+from tests.serialization.test_tags import Level, same
+from tests.serialization.test_tensors import as_it_is
 
 pytestmark = pytest.mark.torture
 

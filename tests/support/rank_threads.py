@@ -19,11 +19,14 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.storage import ObjectStore
+from tests.support import points
 
 T = TypeVar("T")
 
 WHAT = "the save of step 7"
 HEARTBEAT_SECONDS = 0.03
+
+wait_until = points.wait_until
 
 
 class Clock:
@@ -52,13 +55,7 @@ class Ended(Generic[T]):
 
 
 class RankThreads:
-    """Group of ranks, all of them in this process.
-
-    Args:
-        world_size: Number of ranks.
-        store: Store in which the ranks meet; by default one of this process.
-        beat_seconds: Seconds between two heartbeats.
-    """
+    """Group of ranks, all of them in this process."""
 
     def __init__(
         self, world_size: int, store: dist.Store | None = None, *, beat_seconds: float = HEARTBEAT_SECONDS
@@ -186,14 +183,6 @@ def held(ranks: RankGroup) -> Iterator[None]:
     finally:
         ranks.heartbeat.remove_hook(stop)
         go_on.set()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition is true, for half a minute at most."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "the condition never became true"
-        time.sleep(0.002)
 
 
 HOST = """
