@@ -95,8 +95,15 @@ def describe_options(command: Callable[..., None]) -> dict[str, str]:
     }
 
 
-def name_storage_options(message: str) -> str:
-    """Return a message that names options of the command line in place of entries of `storage_options`."""
+def name_options(message: str, command: Callable[..., None]) -> str:
+    """Return a message that names options of the command line in place of Python's arguments.
+
+    These are a first word that is an option of the command, and entries of `storage_options`.
+    """
+    subject, space, rest = message.partition(" ")
+    for parameter, declared in _find_arguments(command):
+        if parameter.name == subject and parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            message = _option_of(parameter, declared) + space + rest
 
     def name_option(found: re.Match[str]) -> str:
         name, value = found.groups()

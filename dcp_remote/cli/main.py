@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
-from dcp_remote.cli.arguments import CommandParser, describe_options, name_storage_options
+from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
 from dcp_remote.cli.bench import bench
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
     except DcpRemoteError as error:
         error.reword(describe_options(command))
-        _print_error(name_storage_options(error.message) + str(error).removeprefix(error.message))
+        _print_error(name_options(error.message, command) + str(error).removeprefix(error.message))
         return _USAGE if isinstance(error, InvalidArgumentError) else _FAILED
     except OSError as error:  # for example, the output goes to a full disk
         _print_error(str(error))

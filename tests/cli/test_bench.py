@@ -21,7 +21,7 @@ from dcp_remote.cli.bench import Rate, Report, find_limit
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
 from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_store
-from dcp_remote.storage.base import Condition
+from dcp_remote.storage.base import Capabilities, Condition
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
@@ -183,6 +183,23 @@ def test_server_that_ignores_conditions_is_a_failure(
     assert "Upload: " in captured.out
     assert "ignores the condition of a write" in captured.err
     assert list(memory.list()) == []
+
+
+class Swapless(WrappedStore):
+    """Store that replaces no object on a condition."""
+
+    capabilities = Capabilities(compare_and_swap=False, shared=True)
+
+    def child(self, prefix: str) -> Swapless:
+        return Swapless(self._store.child(prefix))
+
+
+def test_store_without_compare_and_swap_is_a_failure(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs cannot be saved there."""
+    assert bench(Swapless(memory), monkeypatch) == 1
+    assert "cannot hold runs" in capsys.readouterr().err
 
 
 def test_transient_failures_are_counted(

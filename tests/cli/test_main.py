@@ -14,7 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_remote.cli import main
-from dcp_remote.cli.arguments import name_storage_options
+from dcp_remote.cli.arguments import name_options
+from dcp_remote.cli.transfer import export
 from dcp_remote.errors import StorageError
 from dcp_remote.storage import MemoryStore
 from tests.support.command_line import CommandLine
@@ -96,11 +97,13 @@ def test_messages_name_options_of_the_command_line(
             "Give --profile, or --option aws_access_key_id",
         ),
         ("For a public bucket give storage_options['anon'] = True.", "For a public bucket give --option anon=true."),
+        ("file_bytes_max must be an integer.", "--file-bytes-max must be an integer."),
+        ("url must be a text.", "url must be a text."),
         ("Unknown name in storage_options for s3 URLs.", "Unknown name in --option for s3 URLs."),
     ],
 )
 def test_wording(message: str, named: str) -> None:
-    assert name_storage_options(message) == named
+    assert name_options(message, export) == named
 
 
 @pytest.mark.parametrize(

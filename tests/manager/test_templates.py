@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dcp_remote import CheckpointManager
-from dcp_remote.errors import StateMismatchError
+from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.storage import MemoryStore
 
 
 class Growing:
@@ -57,3 +60,40 @@ def test_what_a_template_lacks_is_unexpected(tmp_path: Path) -> None:
         checkpoints.save(1, {"part": Growing(a=1, b=2)}, wait=True)
         with pytest.raises(StateMismatchError, match=r"unexpected, not in the state: part\.b"):
             checkpoints.restore({"part": Growing(a=0)})
+
+
+class Models(dict[str, nn.Module]):
+    """Modules by name, as a `Stateful`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: model.state_dict() for name, model in self.items()}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        for name, model in self.items():
+            model.load_state_dict(states[name])
+
+
+def test_an_optimizer_finds_its_model_in_a_stateful_mapping() -> None:
+    """Save and restore an optimizer beside a `Stateful` that is a dict of modules."""
+    store = MemoryStore()
+
+    def train(value: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.full((2,), value)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, other_optimizer) = train(1.0), train(2.0)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, {"models": Models(net=model), "optim": optimizer}, wait=True)
+        assert checkpoints.restore({"models": Models(net=other), "optim": other_optimizer}) == 1
+    assert torch.equal(model.weight, other.weight)
+    moments = [one.state[net.weight]["exp_avg"] for net, one in ((model, optimizer), (other, other_optimizer))]
+    assert torch.equal(*moments)
+
+
+def test_a_mapping_that_cannot_be_changed_holds_no_stateful() -> None:
+    """A restore could put nothing into such a mapping, so that the save is refused."""
+    with CheckpointManager(MemoryStore()) as checkpoints, pytest.raises(InvalidArgumentError, match="Use a dict"):
+        checkpoints.save(1, {"parts": MappingProxyType({"part": Growing(a=1)})}, wait=True)

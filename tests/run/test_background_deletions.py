@@ -134,6 +134,22 @@ def test_deletions_are_no_requests_of_a_save() -> None:
     assert requests[0] == requests[1]
 
 
+def test_a_discarded_shard_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete a shard after an attempt could not be settled: the floor, which a save may rest on, is left alone."""
+    monkeypatch.setattr(retrying, "RetryPolicy", partial(RetryPolicy, first_delay_seconds=1e6, delay_seconds_max=1e6))
+    store = a_run(1, 2)
+    catalog = stored(store)
+    assert catalog is not None
+    recording = RecordingStore(FaultyStore(store, [nth(1, "request")]))
+    deletions = BackgroundDeletions(recording)
+    deletions.failed(catalog.run_id, catalog.entries[-1], ["shards/00/none.safetensors"])
+    assert deletions.wait(PATIENCE_SECONDS)
+    before = recording.count()
+    deletions.delete(["shards/00/other.safetensors"])
+    assert deletions.wait(PATIENCE_SECONDS)
+    assert [verb for verb, _ in recording.calls[before:]] == ["delete"]
+
+
 @pytest.mark.parametrize("retention", [Retention(keep_last=1), lambda live: [info.step for info in live]])
 def test_retention_of_a_fenced_job(retention: Retention | ChooseToDelete) -> None:
     """Hold up the thread of a commit until a newer job has the fence: the retention of the first deletes nothing."""

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote import load
 from dcp_remote.common.deadline import Deadline
@@ -383,3 +384,26 @@ def test_fields_that_a_newer_torch_adds_survive(ranks: int) -> None:
         if item.tensor_data is not None:
             assert isinstance(item.tensor_data, NewerData)
             assert item.tensor_data.shared == "yes"
+
+
+class Overlapping(torch.Tensor):
+    """Tensor that plans two parts with one origin."""
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size([0])),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([size])),
+                    properties=TensorProperties.create_from_tensor(torch.zeros(1)),
+                    size=torch.Size([4]),
+                ),
+            )
+            for size in (2, 4)
+        ]
+
+
+def test_parts_that_overlap_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="parts that overlap"):
+        proposal({"w": torch.zeros(4).as_subclass(Overlapping)})

@@ -11,6 +11,7 @@ import os
 import pathlib
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,6 +103,11 @@ def long(value: int) -> bytes:
     return b"\x8a" + bytes([len(data)]) + data
 
 
+def doubled(levels: int) -> bytes:
+    """Return a list of two lists of two lists ..., which is 2**levels values for whoever walks it."""
+    return b"]q\x00" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(levels))
+
+
 STORAGE = b"(" + word("storage") + b"ctorch\nFloatStorage\n" + word("0") + word("cpu") + long(2**40) + b"tQ"
 SHAPE = long(2**40) + b"\x85"
 PROGRAMS: dict[str, bytes] = {
@@ -122,6 +128,24 @@ PROGRAMS: dict[str, bytes] = {
     "append to a set": call("__builtin__", "set", b"]\x85") + b"Na",
     "storage larger than its record": STORAGE,
     "quantized from nothing": call("torch._utils", "_rebuild_qtensor", b"(NK\x00" + SHAPE + SHAPE + b"N\x89Nt"),
+    "sparse tensor of doubled lists": call(
+        "torch._utils",
+        "_rebuild_sparse_tensor",
+        call("torch.serialization", "_get_layout", word("torch.sparse_coo") + b"\x85")
+        + b"("
+        + doubled(60)
+        + b"NNt\x86",
+    ),
+    "quantized by doubled lists": call(
+        "torch._utils",
+        "_rebuild_qtensor",
+        b"(" + STORAGE[:-1].replace(long(2**40), b"K\x01") + b"QK\x00))" + doubled(60) + b"\x85\x89Nt",
+    ),
+    "one state of many dicts": b"}("
+    + b"".join(word(f"a{n}") + b"N" for n in range(250))
+    + b"uq\x00]("
+    + (b"ccollections\nOrderedDict\n)Rh\x00b" * 30_000)
+    + b"e",
     "wrapper": call("torch._utils", "_rebuild_wrapper_subclass", b"(t"),
     "empty stack": b"R",
     "no mark": b"t",
@@ -185,6 +209,27 @@ def test_sparse_indices_are_checked() -> None:
     with pytest.raises(CorruptCheckpointError):
         decode_torch(rezipped(stream, {"data/0": (10**6).to_bytes(8, "little")}))
     assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
+class Hooked:
+    """Parameter whose hook is no function; torch's `backward` would call it, and end the process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_parameter, (torch.ones(1), True, OrderedDict([(1, 2)]))
+
+
+def test_hooks_of_a_parameter_are_left_out() -> None:
+    """Decode a parameter with a hook, which torch.save never writes."""
+    value = decode_torch(save(Hooked()))
+    assert isinstance(value, torch.nn.Parameter)
+    assert not value._backward_hooks
+
+
+def test_views_of_an_empty_tensor() -> None:
+    """Decode two views of an empty tensor with different dtypes, which torch stores as one storage."""
+    empty = torch.zeros(0)
+    decoded = decode_torch(save([empty, empty.view(torch.int32)]))
+    assert [value.dtype for value in decoded] == [torch.float32, torch.int32]  # type: ignore[attr-defined]
 
 
 STREAMS = [save([torch.ones(3).to_sparse(), [1], "text", {1, 2}, b"ab"]), save({"a": torch.ones(3), "b": 2.5})]

@@ -264,6 +264,43 @@ def test_missing_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert "authorization" not in server.requests[0].headers
 
 
+def test_found_credentials_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take credentials from the environment, and quote them in a refusal: the error does not show them."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-session-token")
+    body = f"<Error><Code>AccessDenied</Code><Message>{SECRET} a-session-token</Message></Error>".encode()
+    with scripted_server(lambda _: HttpAnswer(403, body)) as server:
+        store: Any = open_on(server, key=None, secret=None)
+        with pytest.raises(PermissionDeniedError) as caught:
+            store.put("key", [b"x"])
+        assert server.requests[0].headers["x-amz-security-token"] == "a-session-token"
+    shown = str(caught.value) + repr(store) + repr(store._connection)
+    assert SECRET not in shown
+    assert "a-session-token" not in shown
+
+
+def test_credentials_that_are_given_by_position_are_not_shown() -> None:
+    """Give a session token in `client_kwargs`, by position, and quote it in a refusal."""
+    body = b"<Error><Code>AccessDenied</Code><Message>a-session-token</Message></Error>"
+    given = {"aws_session_token": "a-session-token", "aws_access_key_id": "testing", "aws_secret_access_key": SECRET}
+    with scripted_server(lambda _: HttpAnswer(403, body)) as server:
+        filesystem = S3FileSystem(
+            False,
+            server.endpoint_url,
+            None,
+            None,
+            None,
+            True,
+            given,
+            skip_instance_cache=True,
+        )
+        with pytest.raises(PermissionDeniedError) as caught:
+            open_fsspec_store(filesystem, "bucket/prefix").put("key", [b"x"])
+        assert server.requests[0].headers["x-amz-security-token"] == "a-session-token"
+    assert "a-session-token" not in str(caught.value)
+
+
 @pytest.mark.parametrize("endpoint_url", ["http://alice:a-password@127.0.0.1:9", "http://127.0.0.1:9/?sig=a-password"])
 @pytest.mark.parametrize("where", ["endpoint_url", "client_kwargs"])
 def test_no_secret_in_an_endpoint(where: str, endpoint_url: str) -> None:
@@ -281,6 +318,20 @@ def test_no_secret_in_an_endpoint_of_the_environment(monkeypatch: pytest.MonkeyP
     store = open_fsspec_store(S3FileSystem(key="testing", secret="testing", skip_instance_cache=True), "bucket/run")
     with pytest.raises(InvalidArgumentError, match="AWS_ENDPOINT_URL") as info:
         require_conditional_writes(store, Deadline(5), swaps=True)
+    assert "a-password" not in "".join(traceback.format_exception(info.value))
+
+
+def test_no_secret_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a proxy URL that no client can parse: the chain of errors does not show its password."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://alice:a-password@127.0.0.1:99999")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    filesystem = S3FileSystem(
+        endpoint_url="http://store.example", key="testing", secret="testing", skip_instance_cache=True
+    )
+    with pytest.raises(StorageError) as info:
+        open_fsspec_store(filesystem, "bucket/prefix").head("key")
     assert "a-password" not in "".join(traceback.format_exception(info.value))
 
 

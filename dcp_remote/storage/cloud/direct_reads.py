@@ -6,7 +6,8 @@ proxy, an answer other than the requested bytes, a broken connection, an untrust
 a cloud is implemented twice, and no range depends on direct reads.
 
 A store may refuse signed URLs, or a middlebox may cut every connection that carries one. If obstore reads what direct
-reads could not, three times in a row, direct reads are paused.
+reads could not, three times in a row, direct reads are paused. Reads that were under way together fail together, as
+when a load balancer restarts; they count as one.
 
 One GET per range; a second one, by obstore, if the first is late (`common.hedging`).
 """
@@ -117,6 +118,7 @@ class DirectReads:
         self._lock = threading.Lock()
         self._counts = DirectCounts()
         self._failed_in_a_row = 0
+        self._failed_seconds = float("-inf")
         self._busy_in_a_row = 0
         self._again_at = 0.0
         self.latencies = LatencyTracker()
@@ -145,14 +147,18 @@ class DirectReads:
                 self._again_at = self._clock() + _PAUSE_SECONDS
             return "direct"
 
-    def note_read(self, outcome: Outcome) -> None:
-        """Count a range that was read, and pause direct reads if only obstore could read the last ones."""
+    def note_read(self, outcome: Outcome, began_seconds: float) -> None:
+        """Count a range that was read, and pause direct reads if only obstore could read the last ones.
+
+        `began_seconds` is the time by `time.monotonic` at which its first request was sent.
+        """
         with self._lock:
             self._counts = replace(self._counts, **{outcome: getattr(self._counts, outcome) + 1})
             if outcome == "direct":
                 self._failed_in_a_row = self._busy_in_a_row = 0
-            if outcome in ("direct", "skipped"):
+            if outcome in ("direct", "skipped") or began_seconds < self._failed_seconds:
                 return
+            self._failed_seconds = self._clock()
             self._failed_in_a_row += 1
             if self._failed_in_a_row < _FAILED_MAX:
                 return
@@ -192,7 +198,8 @@ class DirectReads:
                 # A connection that was closed while idle, or just now: in that case a new one fails as well.
                 with suppress(ConnectionResetError, BrokenPipeError):
                     return self._read(kept, request)
-            return self._read(request.make_connection(self._get_context(verify=verify)), request)
+            context = self._get_context(verify=verify) if url.startswith("https:") else None
+            return self._read(request.make_connection(context), request)
         except BusyError:
             with self._lock:
                 self._busy_in_a_row += 1
@@ -298,11 +305,10 @@ class _RangeRequest:
         self._hedge = hedge
         self._hedged: Future[memoryview] | None = None
 
-    def make_connection(self, context: ssl.SSLContext) -> StreamConnection:
-        """Return a connection to the server, which is not open."""
-        is_tls = self._parts.scheme == "https"
-        port = self._parts.port or (http.client.HTTPS_PORT if is_tls else http.client.HTTP_PORT)
-        return StreamConnection(self._parts.hostname or "", port, context=context if is_tls else None)
+    def make_connection(self, context: ssl.SSLContext | None) -> StreamConnection:
+        """Return a connection to the server, which is not open; `context` is that of https."""
+        port = self._parts.port or (http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT)
+        return StreamConnection(self._parts.hostname or "", port, context=context)
 
     def is_answer(self, answer: http.client.HTTPResponse) -> bool:
         """Return whether an answer has exactly the bytes of this range."""

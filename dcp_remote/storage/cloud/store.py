@@ -7,6 +7,7 @@ a deadline), no upload is multipart, no bucket is ever created.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -172,7 +173,7 @@ class CloudStore:
             return memoryview(obstore.get_range(client, path, start=start, end=stop))
 
         def request() -> None:
-            signed_with = self._provider.get_signing_credentials()
+            signed_with, began_seconds = self._provider.get_signing_credentials(), time.monotonic()
             outcome = self._read_directly(path, start, buffer, read_with_obstore)
             if outcome != "direct":
                 try:
@@ -180,7 +181,7 @@ class CloudStore:
                         data = read_with_obstore()
                 except GenericError as error:
                     code, size_bytes = find_error_code(str(error)), None
-                    if code is None and outcome != "after_breaks" and remaining_seconds():
+                    if code is None and _is_unsatisfied(str(error)) and remaining_seconds():
                         # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
                         with writes_nothing(), suppress(*FAILURES):
                             size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
@@ -195,7 +196,7 @@ class CloudStore:
                 if signed_with not in (None, self._provider.get_signing_credentials()):
                     outcome = "skipped"
             if outcome is not None:
-                self._bucket.direct.note_read(outcome)
+                self._bucket.direct.note_read(outcome, began_seconds)
 
         self._send("get_into", key, request)
 
@@ -404,6 +405,11 @@ class CloudStore:
 
 def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:
     return CloudStore(parsed, Bucket(CLOUDS[parsed.scheme](parsed.bucket, options), timeouts))
+
+
+def _is_unsatisfied(message: str) -> bool:
+    """Return whether obstore's message is of a 416, or of a 200 where a range was asked for."""
+    return "416 Range Not Satisfiable" in message or "NotPartial" in message
 
 
 def _offset(key: str) -> str:

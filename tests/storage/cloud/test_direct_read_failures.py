@@ -110,7 +110,7 @@ def test_many_threads_behind_a_middlebox() -> None:
         store = open_at(server.endpoint_url)
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda start: read(store, start, start + 10_000), range(100)))
-        assert sum(map(is_direct, server.targets)) <= 2 * 16 + 2
+        assert sum(map(is_direct, server.targets)) <= 3 * 16
         assert len(server.targets) == 100 + sum(map(is_direct, server.targets))
 
 
@@ -126,15 +126,32 @@ def test_one_broken_connection_costs_one_request() -> None:
 
 
 def test_a_busy_store_does_not_pause_direct_reads() -> None:
-    """Answer 503 to everything: direct reads are not paused, and only one request, the diagnosis, is added."""
+    """Answer 503 to everything: each third range is read by obstore, one request as well, and direct reads go on."""
     with scripted_server(lambda _: HttpAnswer(503)) as server:
         store = open_at(server.endpoint_url)
         for _ in range(30):
             with pytest.raises(TransientStorageError):
                 store.get_into("key", 0, memoryview(bytearray(100)))
-        assert sum(map(is_direct, (request.path for request in server.requests))) == 31  # with the diagnosis
+        assert sum(map(is_direct, (request.path for request in server.requests))) == 21  # with the diagnosis
         assert len(server.requests) == 31
     assert store.direct_counts == DirectCounts()
+
+
+def test_a_gateway_that_is_busy_for_signed_urls_alone() -> None:
+    """Answer 502 to signed URLs: obstore reads the ranges, and direct reads are paused."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if is_direct(request.path):
+            return HttpAnswer(502)
+        return HttpAnswer(206, b"x" * 100, {"Content-Range": "bytes 0-99/200", "ETag": '"1"'})
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(5):
+            buffer = bytearray(100)
+            RetryingStore(store, Deadline(60), sleep=lambda _: None).get_into("key", 0, memoryview(buffer))
+            assert buffer == b"x" * 100
+    assert store.direct_counts == DirectCounts(refused=3, skipped=2)
 
 
 def test_a_short_object_behind_a_middlebox() -> None:
@@ -152,22 +169,36 @@ def test_a_short_object_behind_a_middlebox() -> None:
                 store.get_into("key", start, memoryview(buffer))
 
 
+def choose(reads: DirectReads, count: int) -> list[str]:
+    return [reads.choose() for _ in range(count)]
+
+
 def test_one_range_is_tried_after_a_pause() -> None:
     """Advance a clock past the pause: one range is tried directly, the others wait, and its success ends the pause."""
     clock = [0.0]
     reads = DirectReads("bucket", connect_seconds=5, silence_seconds=5, clock=lambda: clock[0])
     for _ in range(3):
-        assert reads.may_try()
-        reads.note_read("refused")
-    assert not reads.may_try()
+        assert choose(reads, 1) == ["direct"]
+        reads.note_read("refused", clock[0])
+    assert choose(reads, 1) == ["skipped"]
     clock[0] = 59.0
-    assert not reads.may_try()
+    assert choose(reads, 1) == ["skipped"]
     clock[0] = 60.0
-    assert [reads.may_try() for _ in range(3)] == [True, False, False]
-    reads.note_read("after_breaks")
+    assert choose(reads, 3) == ["direct", "skipped", "skipped"]
+    reads.note_read("after_breaks", clock[0])
     clock[0] = 119.0
-    assert not reads.may_try()
+    assert choose(reads, 1) == ["skipped"]
     clock[0] = 120.0
-    assert reads.may_try()
-    reads.note_read("direct")
-    assert [reads.may_try() for _ in range(3)] == [True] * 3
+    assert choose(reads, 1) == ["direct"]
+    reads.note_read("direct", clock[0])
+    assert choose(reads, 3) == ["direct"] * 3
+
+
+def test_reads_that_break_together_count_as_one() -> None:
+    """Break sixteen reads at once, as a restarting load balancer does: direct reads go on."""
+    clock = [1.0]
+    reads = DirectReads("bucket", connect_seconds=5, silence_seconds=5, clock=lambda: clock[0])
+    for _ in range(16):
+        reads.note_read("after_breaks", 0.0)
+    assert choose(reads, 1) == ["direct"]
+    assert reads.counts == DirectCounts(after_breaks=16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from dcp_remote.errors import (
     BucketNotFoundError,
     ConditionFailedError,
+    CorruptCheckpointError,
     InvalidArgumentError,
     ObjectNotFoundError,
     StorageError,
@@ -121,6 +123,46 @@ def test_settings_of_the_payload() -> None:
     assert "x-amz-checksum-sha256" in sha
     assert unquoted["if-match"] == "abc"
     assert "authorization" not in anonymous
+
+
+@pytest.mark.parametrize("status", [416, 200], ids=["no code", "whole empty object"])
+def test_a_short_object_without_codes_of_s3(status: int) -> None:
+    """Answer a range as a server does that has no error codes: a HEAD tells the size."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        if request.method == "HEAD":
+            return HttpAnswer(200, b"", {**OBJECT_HEADERS, "Content-Length": "2" if status == 416 else "0"})
+        return HttpAnswer(status, b"", OBJECT_HEADERS)
+
+    with scripted_server(answer) as server, pytest.raises(CorruptCheckpointError, match="ends before the range"):
+        open_on(server).get_into("key", 2, memoryview(bytearray(4)))
+
+
+def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolve a host to a dead address first: the next one is tried, and the answering family is remembered."""
+    tried: list[object] = []
+
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        tried.append(host)
+        dead = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("100::1", port, 0, 0))  # discarded by every router
+        return [dead, (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    answer = HttpAnswer(206, b"01", {**OBJECT_HEADERS, "Content-Range": "bytes 0-1/2"})
+    with scripted_server(lambda _: answer) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        store = open_on(server)
+        store.get_into("key", 0, memoryview(bytearray(2)))
+        assert store.direct_counts == DirectCounts(direct=1)
+    assert tried
+
+
+def test_nested_options_of_s3fs() -> None:
+    """Give `client_kwargs`: what is None there leaves the outer option alone, and no setting is given twice."""
+    with scripted_server(lambda _: HttpAnswer(200, b"", OBJECT_HEADERS)) as server:
+        open_on(server, client_kwargs={"endpoint_url": None}).put("key", [b""])
+        assert len(server.requests) == 1
+        with pytest.raises(InvalidArgumentError, match="one setting twice"):
+            open_on(server, region_name="eu-west-1", region="eu-west-2")
 
 
 @pytest.mark.parametrize("verb", ["get", "get_into", "head", "put", "list"])
