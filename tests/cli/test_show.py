@@ -14,7 +14,7 @@ from dcp_remote import CheckpointManager, Files, RemoteWriter
 from dcp_remote.cli import show
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.text import escape_unprintable, shorten
+from dcp_remote.common.text import escape_unprintable, human_bytes, shorten
 from dcp_remote.format.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.deletions import Deletions
@@ -208,3 +208,12 @@ def test_starts_without_torch_and_survives_a_closed_pipe(checkpoint: str) -> Non
         cut.stdout.close()
         assert cut.stderr.read() == b""
     assert cut.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 * 2**40, "5.0 TiB"), (2**60, "1024.0 PiB")],
+)
+def test_sizes_for_people(size_bytes: int, text: str) -> None:
+    """Format sizes in powers of 1024 with one decimal."""
+    assert human_bytes(size_bytes) == text

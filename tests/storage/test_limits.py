@@ -100,6 +100,17 @@ def test_no_wait_reaches_the_deadline() -> None:
     assert clock.now - 100.0 == pytest.approx(10)
 
 
+def test_a_wait_ends_when_the_save_is_given_up() -> None:
+    """Expire the deadline during a wait, as a failed save does."""
+    clock = SleepClock()
+    left_seconds = [1e9, 0.0]
+    store = LimitedStore(MemoryStore(), upload=_rate(clock, 10.0))
+    store.put("first", [b"x" * 100])
+    with limit_requests(lambda: left_seconds[clock.now > 103]), pytest.raises(TransientStorageError):
+        store.put("second", [b"x"])
+    assert 103 < clock.now < 104
+
+
 class _Counting(WrappedStore):
     """Store that holds each put for a moment, and counts how many it holds at a time."""
 

@@ -288,6 +288,14 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b" / "key").read_bytes() == b"x"
 
 
+def test_the_hidden_folder_may_be_removed(store: LocalStore) -> None:
+    """Remove it between two puts."""
+    store.put("a", [b"x"])
+    _path(store, HIDDEN_FOLDER).rmdir()
+    store.put("b", [b"x"])
+    assert [info.key for info in store.list()] == ["a", "b"]
+
+
 def test_the_hidden_folder_stays_hidden(store: LocalStore) -> None:
     """Check that it is neither listed nor a valid key, that children share it, and that it is empty at rest."""
     store.child("child").put("key", [b"x"])

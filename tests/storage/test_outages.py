@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp_remote.common.deadline import Clock, Deadline, RetryPolicy
-from dcp_remote.errors import TransientStorageError
+from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
 from dcp_remote.storage import MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.outages import Outage, name_speaker, outage_of
 from dcp_remote.storage.retrying import RetryingStore
@@ -114,6 +114,14 @@ def test_an_outage_that_outlasts_the_deadline(caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     _retrying(_failing_until(clock, 3), clock, outage).head("key")  # a new failure is no part of the old outage
     assert _lines(caplog) == []
+
+
+def test_an_answer_that_is_an_error_ends_the_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """Look for an object that does not exist, during an outage."""
+    clock = SleepClock()
+    with pytest.raises(ObjectNotFoundError):
+        _retrying(_failing_until(clock, 10), clock, _outage(clock)).head("other")
+    assert _lines(caplog)[-1][1] == f"{URL}: the store answers again, after 16 s."
 
 
 def test_many_requests_make_one_line(caplog: pytest.LogCaptureFixture) -> None:

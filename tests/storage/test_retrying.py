@@ -242,6 +242,28 @@ def test_retries_are_reported_with_the_whole_key() -> None:
     assert seen == [("head", "a/b/key", "TransientStorageError")] * 2
 
 
+def test_deadlines() -> None:
+    """Look before, at and after the deadline."""
+    clock = SleepClock()
+    deadline = Deadline(10.0, clock)
+    assert (deadline.remaining_seconds(), deadline.expired()) == (10.0, False)
+    clock.now += 9.0
+    assert (deadline.elapsed_seconds(), deadline.remaining_seconds(), deadline.expired()) == (9.0, 1.0, False)
+    clock.now += 1.0
+    assert (deadline.remaining_seconds(), deadline.expired()) == (0.0, True)
+    clock.now += 5.0
+    assert (deadline.elapsed_seconds(), deadline.remaining_seconds(), deadline.expired()) == (15.0, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"first_delay_seconds": 0.0}, {"first_delay_seconds": 3.0, "delay_seconds_max": 2.0}]
+)
+def test_invalid_policies(arguments: dict[str, float]) -> None:
+    """Pass a first delay of zero, and one above the longest."""
+    with pytest.raises(InvalidArgumentError):
+        RetryPolicy(**arguments)
+
+
 def test_backoff() -> None:
     """Check that the longest pause doubles to its maximum, also after 10**9 failures; jitter scales all of it."""
     policy = RetryPolicy(first_delay_seconds=0.5, delay_seconds_max=10.0)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -86,6 +87,20 @@ def test_ranges_of_all_sizes(server: BenchServer) -> None:
         assert read(store, start, stop) == DATA[start:stop]
     counts = server.counts()
     assert counts.total.requests == len(ranges)
+
+
+def test_many_threads(server: BenchServer) -> None:
+    """Read a thousand ranges by sixteen threads: each gets its own bytes."""
+    store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
+    store.put("key", [DATA])
+
+    def check(number: int) -> None:
+        start = number * 997 % 900_000
+        stop = start + 1 + number * 131 % 100_000
+        assert read(store, start, stop) == DATA[start:stop]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(check, range(1000)))
 
 
 def test_a_signal_handler_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
