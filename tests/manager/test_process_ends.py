@@ -53,6 +53,7 @@ else:
 @pytest.mark.parametrize(
     ("how", "end", "code"),
     [
+        ("script", "quietly", 0),
         ("script", "error", 1),
         ("script", "failed save", 1),
         ("forked child", "exit", 3),
