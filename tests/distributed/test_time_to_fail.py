@@ -1,8 +1,8 @@
-"""Time to fail: a rank that is killed, stopped or stalled in a save ends the save on all ranks that live, by name.
+"""Time to fail: a rank that is dead, stopped, stalled, or never comes ends a save on all ranks that live, by name.
 
 Through the manager, on real ranks. The rank strikes itself at a request, so that nothing depends on who is fast. Of
-times only the promise is asserted: five seconds after the deadline. `tests/manager/test_arrival.py` has ranks that
-never come, and `tests/coordination` a host of the ranks' store that fails.
+times only the promise is asserted: five seconds after the deadline. `tests/coordination` has a host of the ranks' store
+that fails.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -29,6 +29,7 @@ from dcp_remote.storage.wrapper import Request, WrappedStore
 from tests.support.figures import LONG_SECONDS, count, figures
 from tests.support.rank_faults import exchanged, process_state, signal_this_thread
 from tests.support.rank_pool import RankPool, RanksFailedError
+from tests.support.rank_threads import wait_until
 
 pytestmark = [
     pytest.mark.torture(smoke=False),
@@ -67,14 +68,15 @@ class Case:
     """Injected failure.
 
     Attributes:
-        way: "killed", "stopped", or "stalled" by a store that does not answer.
+        way: "killed", "stopped", or "stalled" by a store that does not answer; "idle" if a rank has a manager and does
+            not save, "absent" if it has none.
         victims: Ranks that fail.
-        place: Point at which they fail.
+        place: Point at which they fail; of ranks that do not save, none is ever reached.
     """
 
     way: str
     victims: tuple[int, ...]
-    place: str
+    place: str = "before upload"
 
     def __str__(self) -> str:
         return f"{self.way}-{','.join(map(str, self.victims))}-{self.place.replace(' ', '-')}"
@@ -136,14 +138,23 @@ def struck(path: Path, case: Case, released: threading.Event) -> StruckStore:
     return StruckStore(store, "before upload", lambda: time.sleep(LATE_SECONDS if is_held else 0.0))
 
 
-def attempt(path: Path, case: Case) -> Told:
-    """Make a save that goes well, and one that does not."""
+def attempt(path: Path, case: Case) -> Told | None:
+    """Make a save that goes well, and one that does not; None on a rank that lives and does not save."""
     pids, released = exchanged(os.getpid()), threading.Event()
+    is_absent = case.way in ("idle", "absent") and dist.get_rank() in case.victims
+    if is_absent and case.way == "absent":
+        wait_until(lambda: have_ended(path.parent, case))
+        return None
     store = struck(path, case, released)
     tensors = 4 * dist.get_world_size()  # so many tensors that each rank writes two shards
     state = {key: {f"w{n}": torch.full((500,), float(n)) for n in range(tensors)} for key in ("model", "optim")}
     checkpoints = CheckpointManager(store, timeout_seconds=DEADLINE_SECONDS, silence_seconds=SILENCE_SECONDS)
-    checkpoints.save(1, state, wait=True)
+    if case.way != "absent":
+        checkpoints.save(1, state, wait=True)
+    if is_absent:
+        wait_until(lambda: have_ended(path.parent, case))
+        checkpoints.close()
+        return None
     store.is_armed, error, began = True, None, time.monotonic()
     try:
         checkpoints.save(2, {**state, "model": {name: value + 1 for name, value in state["model"].items()}}, wait=True)
@@ -152,17 +163,17 @@ def attempt(path: Path, case: Case) -> Told:
     seconds = time.monotonic() - began
     released.set()
     checkpoints.close()
-    end_those_who_are_stopped(path.parent, case, pids)
+    (path.parent / f"ended-{dist.get_rank()}").touch()
+    if case.way == "stopped" and have_ended(path.parent, case):
+        for rank in case.victims:  # the pool would wait for a process that is stopped
+            if process_state(pids[rank]) == "T":
+                os.kill(pids[rank], signal.SIGKILL)
     return Told(seconds, error)
 
 
-def end_those_who_are_stopped(folder: Path, case: Case, pids: Sequence[int]) -> None:
-    """Kill the victims once all others have ended: the pool would wait for processes that are stopped."""
-    (folder / f"ended-{dist.get_rank()}").touch()
-    if len(list(folder.glob("ended-*"))) == len(pids) - len(case.victims):
-        for rank in case.victims:
-            if process_state(pids[rank]) == "T":
-                os.kill(pids[rank], signal.SIGKILL)
+def have_ended(folder: Path, case: Case) -> bool:
+    """Return whether all ranks that live and save have noted their end in a file; the group's store may have failed."""
+    return len(list(folder.glob("ended-*"))) == dist.get_world_size() - len(case.victims)
 
 
 def cases(world_size: int) -> Iterator[Case]:
@@ -174,6 +185,8 @@ def cases(world_size: int) -> Iterator[Case]:
         for place in (*UPLOADS[:2], *COMMITS):
             yield Case(way, (0,), place)
     for victims in (last, (0,)):
+        yield Case("idle", victims)
+        yield Case("absent", victims)
         yield Case("stalled", victims, "before upload")
     yield Case("stalled", (0,), "before manifest")
     yield Case("stalled", (0,), "before swap")
@@ -182,7 +195,11 @@ def cases(world_size: int) -> Iterator[Case]:
         yield Case("stopped", (0, 1, 3), "in upload")
 
 
-SHORT = [(2, Case("stopped", (0,), "before manifest")), (3, Case("killed", (2,), "in upload"))]
+SHORT = [
+    (2, Case("stopped", (0,), "before manifest")),
+    (3, Case("killed", (2,), "in upload")),
+    (3, Case("idle", (1,))),
+]
 ALL = [(world_size, case) for world_size in (2, 3, 5) for case in cases(world_size)]
 
 
@@ -202,15 +219,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_time_to_fail(world_size: int, case: Case, pool: RankPool, tmp_path: Path) -> None:
     """Every rank that lives raises by the deadline and five seconds, an error that names who, and what they did."""
-    if case.way == "stalled":
-        living: list[Told] = pool.run(attempt, tmp_path / "run", case, ranks=range(world_size))
+    if case.way not in ("killed", "stopped"):
+        told_each = pool.run(attempt, tmp_path / "run", case, ranks=range(world_size))
     else:
         with pytest.raises(RanksFailedError) as caught:
             pool.run(attempt, tmp_path / "run", case, ranks=range(world_size))
         ended = {rank: failure.signal for rank, failure in caught.value.failures.items()}
         assert ended == dict.fromkeys(case.victims, signal.SIGKILL), caught.value
-        living = list(caught.value.results.values())
+        told_each = list(caught.value.results.values())
         count("ranks killed" if case.way == "killed" else "ranks stopped", len(case.victims))
+    living = [told for told in told_each if told is not None]
+    assert len(living) == world_size - (0 if case.way == "stalled" else len(case.victims))
     figures["saves that a rank failed, through the manager"] += 1
     longest = max(told.seconds for told in living)
     figures[LONGEST] = max(figures[LONGEST], round(1000 * (longest - DEADLINE_SECONDS)))
@@ -232,8 +251,10 @@ def check_what_was_told(case: Case, told: Told) -> None:
     named = {int(rank) for rank in str(error.details["ranks"]).split(", ")}
     assert named <= set(case.victims), told
     assert all(f"{rank}: " in str(error.details["last"]) for rank in named), told
-    if case.way == "stalled":
+    if case.way not in ("killed", "stopped"):
         assert isinstance(error, CommitUnknownError if case.place in COMMITS else SaveTimeoutError), told
+        last = {"idle": "has not joined", "absent": "no heartbeat yet"}.get(case.way, "")
+        assert last in str(error.details["last"]), told
         return
     assert "silent" in error.what, told
     # Of a coordinator that is gone nobody knows whether it will commit.

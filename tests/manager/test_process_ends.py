@@ -57,7 +57,6 @@ else:
         ("script", "error", 1),
         ("script", "failed save", 1),
         ("forked child", "exit", 3),
-        ("forked child", "error", 1),
         ("forked child", "failed save", 1),
     ],
 )
