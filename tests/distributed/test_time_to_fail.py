@@ -138,6 +138,12 @@ def struck(path: Path, case: Case, released: threading.Event) -> StruckStore:
     return StruckStore(store, "before upload", lambda: time.sleep(LATE_SECONDS if is_held else 0.0))
 
 
+def state_of(value: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the same on every rank: so many tensors that each rank writes two shards."""
+    names = [f"w{number}" for number in range(4 * dist.get_world_size())]
+    return {key: {name: torch.full((500,), value) for name in names} for key in ("model", "optim")}
+
+
 def attempt(path: Path, case: Case) -> Told | None:
     """Make a save that goes well, and one that does not; None on a rank that lives and does not save."""
     pids, released = exchanged(os.getpid()), threading.Event()
@@ -146,18 +152,16 @@ def attempt(path: Path, case: Case) -> Told | None:
         wait_until(lambda: have_ended(path.parent, case))
         return None
     store = struck(path, case, released)
-    tensors = 4 * dist.get_world_size()  # so many tensors that each rank writes two shards
-    state = {key: {f"w{n}": torch.full((500,), float(n)) for n in range(tensors)} for key in ("model", "optim")}
     checkpoints = CheckpointManager(store, timeout_seconds=DEADLINE_SECONDS, silence_seconds=SILENCE_SECONDS)
     if case.way != "absent":
-        checkpoints.save(1, state, wait=True)
+        checkpoints.save(1, state_of(1), wait=True)
     if is_absent:
         wait_until(lambda: have_ended(path.parent, case))
         checkpoints.close()
         return None
     store.is_armed, error, began = True, None, time.monotonic()
     try:
-        checkpoints.save(2, {**state, "model": {name: value + 1 for name, value in state["model"].items()}}, wait=True)
+        checkpoints.save(2, state_of(2), wait=True)
     except DcpRemoteError as raised:
         error = raised
     seconds = time.monotonic() - began
