@@ -29,7 +29,7 @@ from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from tests.support.catalogs import stored
 from tests.support.faults import denied
 from tests.support.manifests import decode
