@@ -247,7 +247,7 @@ def test_a_field_of_another_type(place: str) -> None:
     form, path = PLACES[place]
     for value in ("deleted", *WRONG_TYPES):
         document = copy.deepcopy(WHOLE[form])
-        parent = document
+        parent: Any = document
         for part in path[:-1]:
             parent = parent[part]
         parent[path[-1]] = value
