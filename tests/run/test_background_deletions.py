@@ -23,6 +23,7 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import CATALOG_KEY, Entry, add_entry, raise_floor
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.manager import background_save, coordinator
+from dcp_remote.run import background_deletions
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.catalog_store import see_catalog, swap
 from dcp_remote.run.deletions import Deletions
@@ -51,6 +52,7 @@ from tests.support.runs import (
     shard_at,
     thin,
 )
+from tests.support.threads import join, workers
 
 _Answer = TypeVar("_Answer")
 
@@ -183,6 +185,27 @@ def test_a_thread_that_is_stuck_holds_up_no_save(monkeypatch: pytest.MonkeyPatch
     stuck.released.set()
     checkpoints.close()
     assert_nothing_is_left(store)
+
+
+def test_a_thread_that_was_left_behind_deletes_no_more() -> None:
+    """Hang a deletion until its thread is given up: another thread goes on, and what the first had queued stays."""
+    store = MemoryStore()
+    for key in ("a", "b", "c"):
+        store.put(key, [b""])
+    stuck = StuckStore(store, "delete")
+    tidying = BackgroundDeletions(stuck)
+    tidying.delete(["a"])
+    assert stuck.reached.wait(PATIENCE_SECONDS)
+    tidying.delete(["b"])
+    first = workers("tidy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background_deletions, "_ROUND_SECONDS", 0.0)
+        patch.setattr(background_deletions, "_STUCK_SECONDS", 0.0)
+        tidying.delete(["c"])
+    assert tidying.wait(PATIENCE_SECONDS)
+    stuck.released.set()
+    join(first)
+    assert keys(store) == {"b"}  # left to gc
 
 
 # ---- leftovers
