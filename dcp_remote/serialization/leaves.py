@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.empty_dicts import Path, to_flatten_items
+from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.serialization.opaque import ATOMS, is_stateful
+
+# Keys as text, and indices of lists, as torch's planner writes paths.
+Path: TypeAlias = tuple[str | int, ...]
 
 # Depth of containers in a state. A copy needs three calls for each, of the thousand that Python allows.
 _DEPTH_MAX = 200
