@@ -31,7 +31,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
 
 from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CheckpointExistsError
+from dcp_remote.saving.shard_writer import write_shards
+from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.serialization.test_tags import same
@@ -335,3 +338,26 @@ def test_planners_that_flatten_and_do_not(flatten: Sequence[bool], tmp_path: Pat
         lambda: planner(DefaultLoadPlanner, *flatten[2:]),
     )
     assert_as_torch(theirs, ours)
+
+
+def test_copies_that_a_lookup_makes_count_against_the_budget(store: RecordingStore) -> None:
+    """A planner's clones in `lookup_object` count against the budget; tensors without clones do not."""
+
+    class Cloning(DefaultSavePlanner):
+        def lookup_object(self, index: MetadataIndex) -> Any:
+            return super().lookup_object(index).clone()
+
+    class Claims(Uploads[Any]):
+        claimed = 0
+
+        def claim(self, size_bytes: int) -> None:
+            self.claimed += size_bytes
+            super().claim(size_bytes)
+
+    state = {f"t{n}": torch.zeros(2**16) for n in range(4)}
+    for planner, expected_bytes in ((Cloning(), 4 * 2**18), (DefaultSavePlanner(), 0)):
+        planner.set_up_planner(state, None, True)
+        with Claims(store, rank=0, deadline=Deadline(60), memory_budget_bytes=2**30) as uploads:
+            plan = planner.create_local_plan()
+            write_shards(plan, planner, uploads, allow_pickle=False)
+        assert uploads.claimed == expected_bytes

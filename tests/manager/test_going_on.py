@@ -13,19 +13,22 @@ import torch
 
 from dcp_remote import CheckpointManager, PerRank, load
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitConflictError,
     CorruptCheckpointError,
     FencedError,
     InvalidArgumentError,
 )
-from dcp_remote.format.catalog import Catalog, Entry
-from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.format.catalog import Catalog, Entry, retire_entries
+from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
-from dcp_remote.testing import RecordingStore
+from dcp_remote.testing import FaultyStore, RecordingStore, nth
 from tests.support.rank_threads import manager_threads
 
 
@@ -364,3 +367,43 @@ def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
         assert (caught.value.details["step"], caught.value.details["older"]) == (5, "2, 1")
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.restore(state, 2) == 2
+
+
+@pytest.mark.parametrize("lost", ["request", "response"])
+def test_names_are_added_whole_or_not_at_all(lost: Any) -> None:
+    """Each request is lost in turn: repeated, so that all names and metrics are there at the end, and no more."""
+    for number in range(1, 9):
+        faulty = FaultyStore(MemoryStore(), [])
+        with CheckpointManager(faulty) as manager:
+            manager.save(1, state_of(1), wait=True)
+        inner = faulty._store
+        faulty = FaultyStore(inner, [nth(number, lost)])
+        with CheckpointManager(faulty, resumed_from=1) as manager:
+            manager.save(1, state_of(1), name="best", metrics={"loss": 1.0}, exist_ok=True, wait=True)
+        entry = entry_of(inner, 1)
+        assert (entry.names, dict(entry.metrics)) == (("best",), {"loss": 1.0})
+        assert len(catalog_of(inner).entries) == 1
+        if not faulty.hits:
+            break
+    else:
+        pytest.fail("more requests than faults")
+
+
+def test_errors_of_labels() -> None:
+    """The checkpoint goes while names are added: a conflict, and no name for another one."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), wait=True)
+        coordinator = manager._coordinator
+        assert coordinator is not None
+        label = coordinator._job.label
+
+        def remove_first(*arguments: Any, **terms: Any) -> Entry:
+            swap(store, lambda now: retire_entries(now, [entry.save_id for entry in now.entries]), deadline=Deadline(9))
+            return label(*arguments, **terms)
+
+        coordinator._job.label = remove_first  # type: ignore[method-assign]
+        with pytest.raises(CommitConflictError, match="removed or replaced"):
+            manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
+    with pytest.raises(CheckpointNotFoundError):
+        load(store, step="best")

@@ -7,12 +7,14 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from torch import nn
 import dcp_remote
 from dcp_remote import CheckpointManager, PerRank, RemoteReader, RemoteWriter, Retention, load
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -36,12 +39,16 @@ from dcp_remote.errors import (
     SaveTimeoutError,
     UnsafeObjectError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, thin_entry
+from dcp_remote.format.keys import manifest_key
+from dcp_remote.format.manifest_json import encode
 from dcp_remote.manager.background_save import BackgroundSaves
-from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.gc import find_orphans
+from dcp_remote.run.lookup import read_manifest
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best
+from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
@@ -911,3 +918,83 @@ def test_a_restore_asks_no_longer_than_it_has_time(key: str, way: str) -> None:
         silent.go_on.set()
         checkpoints._timeout_seconds = 60.0
         assert way == "answers 503" or checkpoints.restore({"w": torch.zeros(3)}) == 1
+
+
+def test_the_optimizer_of_a_thinned_checkpoint_is_not_reused() -> None:
+    """A thinned checkpoint's optimizer is not reused, though unchanged, not even by the job that wrote it."""
+    store = MemoryStore()
+    frozen = state_of(1)
+    frozen["optim"]["state"]["weight"]["exp_avg"] = torch.arange(50_000.0)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, frozen, wait=True)
+        manifest = read_manifest(store)
+        thin = drop_keys(manifest, ("optim",))
+        key = manifest_key(revision=2, step=1)
+        store.put(key, [encode(thin)])
+
+        def change(now: Catalog) -> Catalog | None:
+            (entry,) = now.entries
+            assert now.revision == 2
+            return thin_entry(
+                now,
+                entry.save_id,
+                began=2,
+                seen=entry.manifest,
+                manifest=key,
+                keys=["optim"],
+                size_bytes=thin.total_bytes,
+            )
+
+        swap(store, change, deadline=Deadline(10))
+        store.delete(sorted(set(manifest.shards.keys) - set(thin.shards.keys)))
+        checkpoints.save(2, frozen | {"step": 2}, wait=True)
+    assert torch.equal(load(store, step=2)["optim"]["state"]["weight"]["exp_avg"], torch.arange(50_000.0))
+
+
+def test_a_fence_that_hangs() -> None:
+    """A thread that hung while it took the fence does not fence the job that went on without it."""
+    inner = MemoryStore()
+    store = HangingStore(inner, lambda request: threading.current_thread() is first[0] and request.verb == "get")
+    first: list[threading.Thread | None] = [None]
+    checkpoints = CheckpointManager(store, timeout_seconds=1.0)
+    began = threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        if thread.name == "dcp_remote-save" and first[0] is None:
+            first[0] = thread
+        began(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "run", run)
+        with pytest.raises(SaveTimeoutError):
+            checkpoints.save(1, state_of(1), wait=True)
+    assert first[0] is not None
+    checkpoints._background_saves.newest = None  # else the next save would wait half a minute for its thread
+    checkpoints._timeout_seconds = 60.0
+    checkpoints.save(2, state_of(2), wait=True)
+    store.go_on.set()
+    first[0].join(30)
+    checkpoints.save(3, state_of(3), wait=True)
+    checkpoints.close()
+    assert CheckpointManager(inner).run.steps() == [2, 3]
+
+
+@pytest.mark.torture(smoke=False)
+def test_a_child_that_is_forked_leaves_the_save_to_its_parent(tmp_path: Path) -> None:
+    """A forked child has no thread of the save, and ends as if there were no manager; the parent's save ends."""
+    code = f"""
+import os, time, torch
+from dcp_remote import CheckpointManager, latest
+checkpoints = CheckpointManager({str(tmp_path)!r})
+checkpoints.save(1, {{"a": torch.zeros(1000)}})
+pid = os.fork()
+if pid == 0:
+    raise SystemExit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+checkpoints.close()
+assert latest({str(tmp_path)!r}).step == 1
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -48,7 +48,7 @@ def _task(step: int) -> Task:
     operation: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
     return Task(
         CheckpointLabels.of(step),
-        FlatState({}, {}),
+        FlatState(values={}, paths={}),
         RunPlanner(),
         {},
         *(0.0, 0.0, 0.0, 60.0),

@@ -419,3 +419,85 @@ def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: 
     committed_seconds, failed_seconds = waits
     assert committed_seconds > 30
     assert failed_seconds <= 5
+
+
+def test_deletions_are_no_requests_of_a_save() -> None:
+    """Save beside a deletion: the report counts as many requests as without one."""
+    requests: list[int] = []
+    for retention in (None, Retention(keep_last=1)):
+        with CheckpointManager(MemoryStore(), retention=retention, dedup=False) as checkpoints:
+            for step in range(6):
+                checkpoints.save(step, state_of(step))
+            report = checkpoints.wait()
+            assert report is not None
+            requests.append(report.requests)
+    assert requests[0] == requests[1]
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the calls of a `Deletions` by one thread while another is in it."""
+    inside: dict[int, tuple[threading.Thread, int]] = {}
+    lock = threading.Lock()
+    found: list[str] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Deletions, *arguments: Any, **others: Any) -> Any:
+            thread = threading.current_thread()
+            with lock:
+                owner, depth = inside.get(id(self), (thread, 0))
+                if depth and owner is not thread:
+                    found.append(f"{name} in {thread.name}, beside {owner.name}")
+                    return method(self, *arguments, **others)
+                inside[id(self)] = thread, depth + 1
+            try:
+                return method(self, *arguments, **others)
+            finally:
+                with lock:
+                    inside[id(self)] = thread, depth
+
+        return call
+
+    for name in ("remember", "apply", "delete", "note", "queue_deletion", "settle"):
+        monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
+    return found
+
+
+def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hang a deletion: later saves commit, and use nothing that its thread holds. Released, the thread goes on."""
+    for where, name in ((background_save, "_STOP_SECONDS"), (coordinator, "_WAIT_SECONDS")):
+        monkeypatch.setattr(where, name, 0.02)
+    store = MemoryStore()
+    stuck = StuckStore(store, "delete")
+    checkpoints = CheckpointManager(stuck, retention=Retention(keep_last=1))
+    for step in range(4):
+        checkpoints.save(step, state_of(step), wait=True)
+    assert stuck.reached.is_set()
+    assert [entry.step for entry in live(store)][-1] == 3
+    assert strangers == []
+    stuck.released.set()
+    checkpoints.close()
+    assert strangers == []
+    assert_nothing_is_left(store)
+
+
+def test_requests_of_an_overwrite() -> None:
+    """Overwrite a step: a swap, and a read of the replaced manifest, but of none of older checkpoints."""
+    store = a_run(1, 2, 3, 4, borrow=False)
+    recording = RecordingStore(store)
+    old = live(store)[-1]
+    run = stored(store)
+    assert run is not None
+    new = save(store, 4, letter="b", overwrite=True)
+    maintenance = Deletions(recording)
+    maintenance.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
+    maintenance.note(run.run_id, old)
+    maintenance.settle(deadline=deadline(), catalog=stored(store))
+    maintenance.delete(deadline=deadline())
+    assert recording.calls == [
+        ("get", CATALOG_KEY),
+        ("put", CATALOG_KEY),
+        ("get", old.manifest),
+        ("delete", recording.calls[-1][1]),
+    ]
+    assert keys(store) == named(store)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import random
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +25,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.deletions import Applied, Deletions
 from dcp_remote.run.gc import remove_orphans
+from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.retention import Retention
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.deletion_queue import Deleted
@@ -420,3 +424,30 @@ def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: b
     assert "delete" not in verbs(recording)
     (told,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "dcp-remote gc --delete" in told.getMessage()
+
+
+def test_names_are_held_in_little_memory() -> None:
+    """Remember ten thousand shards of a hundred ranks: at most 24 bytes each."""
+    draw = random.Random(1)
+    tokens = [f"{draw.getrandbits(64):016x}" for _ in range(100)]
+    shards = [
+        f"shards/{draw.getrandbits(8):02x}/17-step-000000001000-rank-{rank:05d}-{tokens[rank]}-{number:04d}.safetensors"
+        for rank in range(100)
+        for number in range(100)
+    ]
+    known = LiveShards()
+    known.remember("manifests/a", shards)
+    assert sum(map(len, known._keys.values())) < 24 * len(shards)
+
+
+def test_deletions_at_exit() -> None:
+    """Apply a retention at interpreter exit, when no thread can be started: it is carried out."""
+    script = (
+        "import atexit\n"
+        "from dcp_remote.run.retention import Retention\n"
+        "from tests.run import test_deletions as here\n"
+        "store = here.a_run(1, 2, 3, 4)\n"
+        "atexit.register(lambda: print(here.apply(store, Retention(keep_last=1)).retired))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("(1, 2, 3)\n", "")

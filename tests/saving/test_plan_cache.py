@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_remote import load
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.manifest_validation import check
+from dcp_remote.saving import plan_cache
+from dcp_remote.saving.device_copy import Run, host_views
 from dcp_remote.saving.manifest_assembly import Planned, to_manifest
 from dcp_remote.saving.plan_cache import (
     PlanCache,
@@ -357,3 +361,27 @@ class Overlapping(torch.Tensor):
 def test_parts_that_overlap_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="parts that overlap"):
         proposal({"w": torch.zeros(4).as_subclass(Overlapping)})
+
+
+def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas written in parts are digested once, even if the plan is made again; digesting can stop after a MiB."""
+    digested: list[int] = []
+
+    def counted(runs: Sequence[Run]) -> list[memoryview]:
+        found = host_views(runs)
+        digested.extend(len(view) for view in found)
+        return found
+
+    monkeypatch.setattr(plan_cache, "host_views", counted)
+    planner, state = RunPlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
+    one = proposal(state, planner)
+    plan = to_rank_plan(one, arrange([to_table(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
+    known = replica_digests(plan, planner, lambda: None)
+    assert digested == [MiB, MiB, MiB, 256]
+    assert replica_digests(plan, planner, lambda: None, known=known) == known
+    assert len(digested) == 4
+    with pytest.raises(KeyboardInterrupt):
+        replica_digests(plan, planner, mock.Mock(side_effect=[None, KeyboardInterrupt]))
+    assert len(digested) == 5
+    replica_digests(RankPlan(one.plan), planner, lambda: None)  # a plan without parts
+    assert len(digested) == 5

@@ -8,18 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_remote import CheckpointManager, PerRank, RemoteWriter, load, training_state, writer
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.saving import plan_cache
+from dcp_remote.saving.dcp_metadata import to_kind
 from dcp_remote.saving.device_copy import host_views
+from dcp_remote.saving.plan_table import BUFFER, REPLICA, PlanTable, arrange, pack_names
+from dcp_remote.saving.rank_differences import find_unequal, group_by_digest
 from dcp_remote.serialization.state_dict import TensorRoles, build_saved_state
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import RecordingStore
@@ -331,3 +336,40 @@ def test_later_saves_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cost(save, 3, new=torch.ones(KiB)) == (4 * KiB, 3)
         with saving(monkeypatch, MemoryStore(), replicas="coordinator") as save:
             assert cost(save, 1) == (0, 2)
+
+
+def test_one_digest_compares_all_tensors_that_the_same_ranks_hold() -> None:
+    """A message holds a digest for each set of holders; only a rank of each value lists its tensors one by one."""
+    ranks = 1000
+    names = [[f"all{n}" for n in range(50)] + [f"{rank % 10}.{n}" for n in range(50)] for rank in range(ranks)]
+    tables = [table_of(own, [REPLICA] * 99 + [BUFFER]) for own in names]
+    arrangement = arrange(tables, shard_bytes_max=KiB, compared=set())
+    assert sorted(len(one.ranks) for one in arrangement.sets) == [100] * 20 + [1000]
+    assert all(len(np.unique(share.compared)) == 3 for share in arrangement.shares)
+    assert all(share.compared.nbytes == 100 for share in arrangement.shares)
+    digests = [{1: b"b" if rank in (7, 9) else b"a"} for rank in range(ranks)]
+    groups = group_by_digest(range(ranks), digests, 1)
+    assert [len(group) for group in groups] == [998, 2]
+    assert find_unequal(groups, [b"AABB", b"AACC"], item_bytes=2) == {1: ["998 ranks (0, 1, 2, 3, …)", "ranks 7, 9"]}
+    known = arrange(tables, shard_bytes_max=KiB, compared={name for own in names for name in own})
+    assert known.sets == ()
+    assert not any(share.has_sets or len(share.compared) for share in known.shares)
+
+
+def table_of(names: list[str], roles: list[int]) -> PlanTable:
+    """Return the table of a rank that holds vectors of these names."""
+    count = len(names)
+    one = np.ones(count, dtype=np.uint8)
+    return PlanTable(
+        packed_names=pack_names(names, {}),
+        is_object=np.zeros(count, dtype=bool),
+        is_large=np.zeros(count, dtype=bool),
+        role=np.array(roles, dtype=np.uint8),
+        kind=one - 1,
+        dimensions=one,
+        shapes=one,
+        offsets=one - 1,
+        sizes=one,
+        kinds=((to_kind("", TensorProperties()), 4),),
+        value_digests=np.zeros(0, dtype=np.uint32),
+    )

@@ -546,3 +546,45 @@ def test_puts_that_are_not_sent_twice(why: str) -> None:
         store.gate.set()
         assert uploads.finish() == ["first"]
         assert (len(uploads.seconds), uploads.retries) == (1, 0)
+
+
+@pytest.mark.parametrize("waits_in", ["finish", "claim"])
+def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the deadline expire while no put ends: the waiting thread checks it by itself."""
+    monkeypatch.setattr("dcp_remote.saving.uploads.WAKE_SECONDS", 0.01)
+    gate = threading.Event()
+    now_seconds = [0.0]
+
+    def before(key: str) -> None:
+        now_seconds[0] = 1801.0
+        opened(gate)
+
+    def save() -> None:
+        with uploads_to(HookedStore(MemoryStore(), before), clock=lambda: now_seconds[0]) as uploads:
+            uploads.claim(1000)
+            uploads.submit("k", sending(1), claimed_bytes=1000)
+            if waits_in == "claim":
+                uploads.claim(1)
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError):
+        save()
+    gate.set()
+    join(workers("upload"))
+
+
+def test_failed_puts_are_not_reported() -> None:
+    told: list[str] = []
+    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    store = FaultyStore(MemoryStore(), [denied])
+
+    def save() -> None:
+        with Uploads[int](
+            store, rank=0, deadline=Deadline(600), memory_budget_bytes=9, on_put=lambda key, _: told.append(key)
+        ) as uploads:
+            uploads.submit("bad", sending(1), claimed_bytes=0)
+            uploads.finish()
+
+    with pytest.raises(SaveFailedError):
+        save()
+    assert told == []

@@ -540,3 +540,9 @@ def test_a_file_system_without_folders() -> None:
     with pytest.raises(StorageError, match="no folder can be made here") as caught:
         LocalStore("/proc/nope/nor/this").put("key", [b"1"])
     assert not isinstance(caught.value, TransientStorageError)
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.s3fs", "lustre", "virtiofs"])
+def test_network_file_systems_are_not_trusted(kind: str) -> None:
+    """Check that no network file system is in the list of local ones."""
+    assert kind not in LOCAL_FILE_SYSTEMS
