@@ -151,7 +151,7 @@ def _parts_of(leaf: Leaf) -> Iterator[Leaf]:
 def require_depth(path: Path, depth: int) -> None:
     """Refuse a container that is nested too deeply."""
     if depth >= _DEPTH_MAX:
-        raise nesting_error(path[0])
+        raise nesting_error(path[0] if path else None)
 
 
 def nesting_error(key: object) -> InvalidArgumentError:
