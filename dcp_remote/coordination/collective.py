@@ -123,6 +123,7 @@ class Collective:
                 # An operation that fails before its first round deletes nothing by itself.
                 self._heartbeat.enqueue(lambda client: self._member.delete_left_keys(client, keys.number - 1))
         if error is not None and cancelled is None:
+            # A `DcpRemoteError` of the commit says itself whether it was carried out; any other error does not.
             in_commit = Commit.POSSIBLE if isinstance(error, DcpRemoteError) else Commit.UNKNOWN
             commit = in_commit if outcome.is_committing else Commit.NEVER
             outcome.post_verdict(Cancelled(outcome.error_for_others(error), commit))

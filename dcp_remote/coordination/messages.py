@@ -71,9 +71,9 @@ class CollectiveKeys:
 class Commit(Enum):
     """State of the coordinator's commit when an operation has ended by an error, as far as a rank knows."""
 
-    NEVER = auto()  # the coordinator has not committed, and never will
-    POSSIBLE = auto()  # the coordinator may have committed; if it was committing, the error says more
-    UNKNOWN = auto()  # no other rank can know what the coordinator did last: only the object store tells
+    NEVER = auto()  # no commit can follow: a rank may delete the shards that it has put
+    POSSIBLE = auto()  # the error says what is known of the commit; a rank raises it, and keeps its shards
+    UNKNOWN = auto()  # only the object store tells: a rank looks for the commit in the run
 
 
 @dataclass(frozen=True, slots=True)

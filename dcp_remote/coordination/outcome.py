@@ -20,6 +20,7 @@ from enum import Enum, auto
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.picklable_errors import survives_pickling
+from dcp_remote.common.text import join_some
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
@@ -30,8 +31,8 @@ from dcp_remote.errors import DcpRemoteError
 # Time after the deadline in which the coordinator says who is missing, before the others give up by themselves.
 GRACE_SECONDS = 2.0
 
-# Ranks named in an error; the rest is counted.
-_RANKS_NAMED_MAX = 16
+# Ranks whose activity an error tells.
+_RANKS_DESCRIBED_MAX = 16
 
 # Largest pickled error: a verdict is put in one piece.
 _ERROR_BYTES_MAX = 2**20
@@ -210,9 +211,9 @@ class Outcome:
         return status.is_closed or status.operation > number or is_out
 
     def skip_deleted_verdicts(self, status: RankStatus) -> bool:
-        """Go on to the first number whose verdict is kept, by the coordinator's status; return whether it is later.
+        """Go on to the oldest number that may have a verdict, if this rank is further behind; return whether it is.
 
-        For a rank that has missed more operations than there are verdicts; these then lead on.
+        `read_verdict` goes on from there, one number at a time. `status` is the coordinator's.
         """
         keys, first_kept = self.keys, status.operation - VERDICTS_KEPT + 1
         return not self.has_met and first_kept > keys.number and self._renumber(keys, first_kept)
@@ -400,19 +401,15 @@ class Outcome:
 
     def rank_details(self, ranks: Sequence[int]) -> dict[str, str]:
         """Return details for an error: the ranks, and the last known activity of each."""
-        shown = ranks[:_RANKS_NAMED_MAX]
-        more = [f"{len(ranks) - len(shown)} more"] if len(ranks) > len(shown) else []
-        last = [f"{rank}: {self._last_activity(rank)}" for rank in shown]
-        return {"ranks": ", ".join([*map(str, shown), *more]), "last": "; ".join(last)}
+        last = [f"{rank}: {self._last_activity(rank)}" for rank in ranks[:_RANKS_DESCRIBED_MAX]]
+        return {"ranks": join_some(ranks), "last": "; ".join(last)}
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """Return the first ranks with their hosts and processes, as in "Ranks 3 (gpu-07, pid 4711), 5 and 2 more".
 
         A rank whose heartbeat was never read is only a number.
         """
-        shown = [self.name_rank(rank) for rank in ranks[:_RANKS_NAMED_MAX]]
-        more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
-        return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}{more}"
+        return f"Rank{'s' if len(ranks) > 1 else ''} {join_some([*map(self.name_rank, ranks)])}"
 
     def name_rank(self, rank: int) -> str:
         """Return the number of a rank with its host and process, as far as they are known: "3 (gpu-07, pid 4711)"."""

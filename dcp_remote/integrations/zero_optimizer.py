@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -112,8 +113,9 @@ class ZeroOptimizerState:
                     layout.forget_state(partition)
                 continue
             shaped, steps = _split_state(layout, partition)
-            for fragment in partition.fragments if self.is_required else ():
-                for value in shaped.values() if fragment.name not in saved else ():
+            if self.is_required:
+                lost = [fragment for fragment in partition.fragments if fragment.name not in saved]
+                for fragment, value in itertools.product(lost, shaped.values()):
                     fragment.view_in(value).zero_()
             flat_state = layout.optimizer.state[partition.masters]
             for key in steps:
