@@ -56,6 +56,7 @@ class Stager:
         self._held_bytes = WeakIdKeyDictionary()  # by storage that has a buffer
         self._largest_bytes = 0
 
+    @torch.no_grad()
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a complete copy of a state on the CPU, objects included. The copy is valid until the next call.
 
@@ -64,15 +65,14 @@ class Stager:
         tensor that has no data, or of a value that cannot be copied.
         """
         storages = {id(storage): storage for storage in map(_storage, tensors_of(state)) if storage is not None}
-        with torch.no_grad():
-            copier = _StateCopier(dict(zip(storages, self._copy_storages(list(storages.values())), strict=True)))
-            copied: dict[str, Any] = {}
-            for key, value in state.items():
-                try:
-                    copied[key] = copier.copy_value(value, (key,))
-                except RecursionError as error:
-                    raise nesting_error(key) from error
-            return copied
+        copier = _StateCopier(dict(zip(storages, self._copy_storages(list(storages.values())), strict=True)))
+        copied: dict[str, Any] = {}
+        for key, value in state.items():
+            try:
+                copied[key] = copier.copy_value(value, (key,))
+            except RecursionError as error:
+                raise nesting_error(key) from error
+        return copied
 
     def close(self) -> None:
         """Free the buffers."""

@@ -122,6 +122,7 @@ def test_a_save_that_is_interrupted_anywhere(torture_seconds: float, *, wait: bo
     for place in every(places, torture_seconds):
         store, checkpoints, state = begin()
         raised = is_interrupted(lambda: checkpoints.save(1, state, wait=wait), place)  # noqa: B023  # called at once
+        assert torch.is_grad_enabled(), place
         for tensor in state["model"].values():
             tensor.fill_(7.0)
         with suppress(DcpRemoteError):
