@@ -393,9 +393,7 @@ class Outcome:
             return failed
         try:
             process = {} if self._heartbeat is None else {"process": self._heartbeat.process}
-            # The coordinator's error may name other ranks, whose states differ from the checkpoint.
-            is_named = not error.details.keys().isdisjoint({"rank", "ranks"})
-            same = error if is_named else error.with_details(rank=rank, **process)
+            same = error.with_details(rank=rank, **process)
             fits = survives_pickling(same) and len(pickle.dumps(same)) <= _ERROR_BYTES_MAX
         except Exception:  # noqa: BLE001  # a user's own class may raise anything
             return failed
