@@ -344,27 +344,23 @@ class CheckpointManager:
         """
         called_seconds = time.monotonic()
         self._require_open()
-        require_step(step)  # the operation has its name
         self._preemption.forget_expired_notice()
+        labels = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite, exist_ok=exist_ok)
+        noted = checked_user(user or {})
+        if wait not in [False, True, "begun"]:
+            raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
             with operation.phase("waiting"):
-                failed_before = self._wait_for_previous()
+                self.wait()
+            if not wait and step <= self._last_step:
+                wait = "begun"
             waiting_seconds = time.monotonic() - called_seconds
             seconds = min(self._timeout_seconds - waiting_seconds, self._preemption.working_seconds())
             collective = self._prepare(f"the save of step {step}", seconds=seconds)
             background_save = BackgroundSave(collective, self._ranks, self._saver, before=self._background_saves.newest)
             self._ranks.begin(collective)
-            # Not before the operation has begun here, so that the other ranks hear of the error at once.
-            if failed_before is not None:
-                raise failed_before
-            labels = CheckpointLabels.of(step, name=name, metrics=metrics, overwrite=overwrite, exist_ok=exist_ok)
-            noted = checked_user(user or {})
-            if wait not in [False, True, "begun"]:
-                raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
-            if not wait and step <= self._last_step:
-                wait = "begun"
             with operation.phase("staging"):
                 roles = TensorRoles()
                 copied = self._copied(collective, state, roles, stage=wait is not True)
@@ -466,8 +462,14 @@ class CheckpointManager:
                 passed.
         """
         self._require_open()
+        if step is not None:
+            require_step_or_name(step)
+            step = as_step(step)
+        options = LoadOptions(
+            include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
+        )
         self._preemption.forget_expired_notice()
-        failed_before = self._wait_for_previous()
+        self.wait()
         collective = self._prepare(
             "the restore" if go_on else "the restore with go_on=False",
             seconds=self._timeout_seconds,
@@ -483,15 +485,6 @@ class CheckpointManager:
             self._preemption.count_restore()
             if self._schedule is not None:
                 self._schedule.count_restore()
-            # Not before the operation has begun here, so that the other ranks hear of the error at once.
-            if failed_before is not None:
-                raise failed_before
-            if step is not None:
-                require_step_or_name(step)
-                step = as_step(step)
-            options = LoadOptions(
-                include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
-            )
             is_coordinator = self._ranks.is_coordinator
             with collective, start_progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
                 self._last_load = RankRestore(
@@ -678,14 +671,6 @@ class CheckpointManager:
             return copied
         collective.set_activity("copying the state")
         return copied._replace(values=self._stager.stage(copied.values))
-
-    def _wait_for_previous(self) -> Exception | None:
-        """Wait until no save is under way; return the error of the one that was, to be raised in the next operation."""
-        try:
-            self.wait()
-        except Exception as error:  # noqa: BLE001  # raised by the caller
-            return error
-        return None
 
     def _make_planner(self) -> RunPlanner:
         """Return the planner of one save; an import overrides this method with a planner that reads its source."""

@@ -105,36 +105,6 @@ def test_a_save_that_waits_for_its_beginning() -> None:
         alone.save(2, state_of(2), wait="started")  # type: ignore[arg-type]  # a typo
 
 
-def test_a_rank_that_is_refused_its_call_tells_the_others() -> None:
-    """Arguments are wrong on one rank, or its last save has failed: all ranks raise at once, and go on together."""
-    wrong: dict[str, Callable[[CheckpointManager], Any]] = {
-        "A metric must be one number": lambda one: one.save(2, state_of(2), metrics={"loss": "low"}),  # type: ignore[dict-item]
-        "missing must be": lambda one: one.restore(state_of(0), missing="no"),  # type: ignore[arg-type]
-        "Lost": lambda one: one.save(2, state_of(2)),
-    }
-    right = [lambda one: one.save(2, state_of(2), wait=True), lambda one: one.restore(state_of(0))]
-    with manager_threads(3, MemoryStore(), arrival_seconds=1000.0, timeout_seconds=1000.0) as ranks:
-        ranks.values(lambda _, one: one.save(1, state_of(1), wait=True))
-        for text, call in wrong.items():
-            others = right["restore" in call.__code__.co_names]
-            for odd in (0, 2):
-                with pytest.MonkeyPatch.context() as patch:
-                    if text == "Lost":
-                        failed = SaveFailedError("Lost.")
-                        patch.setattr(ranks.managers[odd], "wait", lambda failed=failed: raise_error(failed))
-                    ended = ranks.run(
-                        lambda rank, one, odd=odd, call=call, others=others: (call if rank == odd else others)(one)  # type: ignore[misc]  # mypy infers no default
-                    )
-                assert all(text in str(one.error) for one in ended), ended
-                told = [one.error for one in ended[:odd] + ended[odd + 1 :]]
-                assert all(isinstance(error, DcpRemoteError) and error.details["rank"] == odd for error in told), ended
-            ranks.values(lambda _, one: one.restore(state_of(0)))
-
-
-def raise_error(error: DcpRemoteError) -> None:
-    raise error
-
-
 def test_a_restore_under_a_condition(ranks: ManagerThreads) -> None:
     """Its ranks count no restore, so that all ranks can still agree on a step at which to stop."""
 
