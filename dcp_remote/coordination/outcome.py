@@ -26,7 +26,7 @@ from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.member import VERDICTS_KEPT, GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys, Commit, Verdict
-from dcp_remote.errors import DcpRemoteError
+from dcp_remote.errors import DcpRemoteError, StateMismatchError
 
 # Time after the deadline in which the coordinator says who is missing, before the others give up by themselves.
 GRACE_SECONDS = 2.0
@@ -393,7 +393,8 @@ class Outcome:
             return failed
         try:
             process = {} if self._heartbeat is None else {"process": self._heartbeat.process}
-            same = error.with_details(rank=rank, **process)
+            # All ranks raise this one by themselves, and it names the ranks whose states differ.
+            same = error if isinstance(error, StateMismatchError) else error.with_details(rank=rank, **process)
             fits = survives_pickling(same) and len(pickle.dumps(same)) <= _ERROR_BYTES_MAX
         except Exception:  # noqa: BLE001  # a user's own class may raise anything
             return failed

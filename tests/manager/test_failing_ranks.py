@@ -117,9 +117,7 @@ def assert_named(
         assert word in str(one.error), (rank, one)
         if rank != victim:
             assert isinstance(one.error, DcpRemoteError)
-            # Where states differ, the coordinator raises for all: its own error alone names the rank.
-            raising = 0 if kind is StateMismatchError and rank else victim
-            assert one.error.details["rank"] == raising, (rank, one)
+            assert one.error.details["rank"] == victim, (rank, one)
 
 
 # ---- saves
