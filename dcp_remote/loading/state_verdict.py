@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_remote.common.text import escape_unprintable, format_count, join_some
+from dcp_remote.common.text import escape_unprintable, format_count
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.format.entry_names import near_names, no_match_error
 from dcp_remote.loading.key_renames import find_key_renames
@@ -24,9 +24,10 @@ from dcp_remote.loading.state_check import (
 )
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 
-# Bounds of the message: names of each kind, characters of a name.
+# Bounds of the message: names of each kind, characters of a name, ranks.
 _SHOWN_MAX = 10
 _NAME_CHARACTERS_MAX = 128
+_RANKS_NAMED_MAX = 16
 
 # Names below a top-level key that only state or checkpoint has, up to which each is named.
 _NAMES_OF_KEY_MAX = 3
@@ -85,7 +86,8 @@ def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
         return {}
     if len(ranks) == 1:
         return {"rank": ranks[0]}
-    return {"ranks": join_some(ranks) or None}
+    more = ", …" if len(ranks) > _RANKS_NAMED_MAX else ""
+    return {"ranks": ", ".join(map(str, ranks[:_RANKS_NAMED_MAX])) + more or None}
 
 
 class _Findings:

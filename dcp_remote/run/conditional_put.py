@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
+from dcp_remote.common.deadline import Deadline, jitter
 from dcp_remote.errors import (
     CommitUnknownError,
     ConditionFailedError,
@@ -99,24 +99,28 @@ _Seen = TypeVar("_Seen", bound=_Versioned | None)
 
 
 class Backoff:
-    """Pauses between attempts by a policy, whose delays are the longest; with full jitter."""
+    """Pauses between attempts: doubled each time, from `first_seconds` to `seconds_max`, with full jitter."""
 
     def __init__(
-        self, deadline: Deadline, policy: RetryPolicy | None = None, *, sleep: Callable[[float], None] = time.sleep
+        self,
+        deadline: Deadline,
+        *,
+        first_seconds: float | None = None,
+        seconds_max: float = _PAUSE_SECONDS_MAX,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Store the settings; nothing is waited for."""
-        policy = policy or RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX)
-        self._deadline, self._delays, self._sleep = deadline, policy.growing_delays(), sleep
-        self._seconds = next(self._delays)
+        self._deadline, self._seconds_max, self._sleep = deadline, seconds_max, sleep
+        self._seconds = _FIRST_PAUSE_SECONDS if first_seconds is None else first_seconds
 
     def is_exhausted(self) -> bool:
         """Return whether the next pause, at its longest, would reach the deadline."""
         return self._deadline.remaining_seconds() <= self._seconds
 
     def pause(self) -> None:
-        """Wait; the next pause is longer."""
+        """Wait, and double the next pause."""
         self._sleep(jitter(0, self._seconds))
-        self._seconds = next(self._delays)
+        self._seconds = min(2 * self._seconds, self._seconds_max)
 
 
 @dataclass(frozen=True, slots=True)

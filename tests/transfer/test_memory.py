@@ -24,7 +24,12 @@ BUDGET_BYTES = 8 * MiB
 
 
 class CountingArrays:
-    """Stands for numpy in `ranges`: counts the bytes of arrays that are alive."""
+    """Stands for numpy in `ranges`: counts the bytes of arrays that are alive.
+
+    Attributes:
+        held_max: Most bytes at a time.
+        largest: Bytes of the largest array.
+    """
 
     uint8 = np.uint8
 

@@ -91,7 +91,7 @@ class S3(Provider):
         options, endpoint = self.options, self.endpoint()
         if not endpoint.has_proxy:
             http = {**http, **_forbid_other_hosts(endpoint.endpoint_url)}
-        # As botocore has resolved them, so that obstore's own reading of the environment contradicts none.
+        # Including every setting that obstore would read from the environment.
         config: S3Config = {
             "endpoint": endpoint.endpoint_url,
             "aws_endpoint_url_s3": endpoint.endpoint_url,
@@ -100,7 +100,6 @@ class S3(Provider):
             "skip_signature": options.anon,
             "unsigned_payload": not options.sign_payload,
             "disable_bulk_delete": delete_singly,
-            "conditional_put": "etag",
         }
         if options.checksum_algorithm != "none":
             config["checksum_algorithm"] = options.checksum_algorithm or "CRC64NVME"

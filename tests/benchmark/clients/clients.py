@@ -33,7 +33,12 @@ Act = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One way."""
+    """One way.
+
+    Attributes:
+        save: Saves a state below a URL.
+        load: Loads into a state what lies there.
+    """
 
     save: Act
     load: Act

@@ -74,7 +74,12 @@ class Scale:
 
 @dataclass(slots=True)
 class Cost:
-    """What one save cost."""
+    """What one save cost.
+
+    Attributes:
+        cpu_seconds: Of the coordinator, by what it did.
+        sent_bytes: Between ranks, by what was sent.
+    """
 
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -135,7 +140,12 @@ class Comparison:
 
 
 def compare(scale: Scale, *, tell: Callable[[str], object] = lambda _: None) -> Comparison:
-    """Measure both."""
+    """Measure both.
+
+    Args:
+        scale: Takes about half a second for each rank and 1,000 tensors.
+        tell: Told what is done.
+    """
     tell("torch plans and commits")
     torchs = _torchs(scale)
     tell("ours plans")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -34,8 +35,29 @@ _ALONE_SECONDS = 1.5
 _SAVES = 3
 
 
-def background_saves(url: str, options: Options, state: dict[str, Any]) -> dict[str, float]:
-    """Seconds until `CheckpointManager.save` returns: the first time, and later, in the median, as in `Measured`."""
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """Training, disturbed.
+
+    Attributes:
+        seconds: While a save was under way and the call was back.
+        steps: Of training, in these.
+        alone_steps_per_second: Without a save.
+        first_blocked_seconds: Until the first save came back, which is not counted otherwise.
+        blocked_seconds: And a later one, in the median.
+        saves: That were counted.
+    """
+
+    seconds: float
+    steps: int
+    alone_steps_per_second: float
+    first_blocked_seconds: float
+    blocked_seconds: float
+    saves: int
+
+
+def background_saves(url: str, options: Options, state: dict[str, Any]) -> tuple[float, float]:
+    """Seconds until `CheckpointManager.save` returns: the first time, and later, in the median."""
     blocked = []
     with _saves(url, options, state, "manager") as save:
         for number in range(1 + _SAVES):
@@ -43,14 +65,10 @@ def background_saves(url: str, options: Options, state: dict[str, Any]) -> dict[
             done = save(number)
             blocked.append(time.monotonic() - began)
             done()
-    return _blocked(blocked)
+    return blocked[0], statistics.median(blocked[1:])
 
 
-def _blocked(seconds: Sequence[float]) -> dict[str, float]:
-    return {"first_blocked_seconds": seconds[0], "blocked_seconds": statistics.median(seconds[1:])}
-
-
-def disturbed(url: str, options: Options, state: dict[str, Any], beside: Beside) -> dict[str, float]:
+def disturbed(url: str, options: Options, state: dict[str, Any], beside: Beside) -> Disturbed:
     """Train alone, then while saves are under way, then alone again.
 
     The first save is not counted: it makes the staging memory, and the process that saves.
@@ -71,8 +89,7 @@ def disturbed(url: str, options: Options, state: dict[str, Any], beside: Beside)
             steps += _train_until(done, train)
             seconds += time.monotonic() - began
         alone = (alone + _steps_per_second(train)) / 2
-    steps_per_second = {"steps_per_second": steps / seconds, "alone_steps_per_second": alone}
-    return _blocked(blocked) | steps_per_second | {"wall_seconds": seconds, "saves": _SAVES}
+    return Disturbed(seconds, steps, alone, blocked[0], statistics.median(blocked[1:]), _SAVES)
 
 
 def _train_until(done: Callable[[], object], train: Callable[[], None]) -> int:

@@ -64,7 +64,11 @@ def document(results: Results) -> str:
 
 
 def readme_part(results: Results) -> str:
-    """Return the part of the README between the two comments, these included: three figures and their conditions."""
+    """Return the part of the README between the two comments, these included: three figures and their conditions.
+
+    Raises:
+        InvalidArgumentError: A figure was not measured.
+    """
     seconds = {action: _median(results, TLS, OURS, action, "wall_seconds") for action in _ACTIONS}
     of_peer = {action: _measured(wall_of_better_peer(results, TLS, action, 1)) for action in _ACTIONS}
     above, *peers_above = (
@@ -104,7 +108,11 @@ def _measured(figure: float | None) -> float:
 
 
 def with_part(readme: str, part: str) -> str:
-    """Return the README with this part in place of the old one."""
+    """Return the README with this part in place of the old one.
+
+    Raises:
+        InvalidArgumentError: The README has no such part.
+    """
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -113,7 +121,12 @@ def with_part(readme: str, part: str) -> str:
 
 
 def files(results: Results) -> dict[str, bytes]:
-    """Return measurements, tables and chart, by file name."""
+    """Return measurements, tables and chart, by file name.
+
+    Raises:
+        InvalidArgumentError: There are no measurements, or they are not of this benchmark.
+        ImportError: matplotlib is not installed.
+    """
     if not results.rows:
         raise InvalidArgumentError("There is no measurement in it.")
     try:
@@ -126,7 +139,12 @@ def files(results: Results) -> dict[str, bytes]:
 
 
 def write(results: Results, folder: Path) -> None:
-    """Write measurements, tables and chart into a folder; none if one of them cannot be made."""
+    """Write measurements, tables and chart into a folder; none if one of them cannot be made.
+
+    Raises:
+        InvalidArgumentError: There are no measurements, or they are not of this benchmark.
+        ImportError: matplotlib is not installed.
+    """
     made = files(results)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in made.items():
@@ -134,7 +152,12 @@ def write(results: Results, folder: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    """Return the results that a run has written."""
+    """Return the results that a run has written.
+
+    Raises:
+        InvalidArgumentError: The file holds something else.
+        OSError: The file cannot be read.
+    """
     try:
         return Results.from_json(path.read_text(encoding="utf-8"))
     except _FOREIGN as error:
