@@ -135,7 +135,6 @@ READER: dict[str, tuple[Callable[..., object], When]] = {
     "read_data": (RemoteReader.read_data, "enter"),
     "resolve_tensor": (DefaultLoadPlanner.resolve_tensor, "enter"),
     "commit_tensor": (DefaultLoadPlanner.commit_tensor, "enter"),
-    "load_bytes": (DefaultLoadPlanner.load_bytes, "enter"),
     "read_data-read": (RemoteReader.read_data, "leave"),
 }
 
