@@ -57,6 +57,8 @@ _BUSY = 0.9
 _TROUBLED = 0.02
 # Growth of the rate at the last doubling of parallel requests, from which it counts as still growing.
 _GROWING = 1.5
+# Fraction of a request's time that is waiting, from which latency counts as the limit.
+_WAITING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,7 @@ def _test_conditional_writes(store: ObjectStore) -> list[StorageError]:
             StorageError("This store replaces no object on a condition, so that it cannot hold runs.", url=store.url)
         ]
     try:
-        require_conditional_writes(store, Deadline(_SMALL_SECONDS), swaps=store.capabilities.compare_and_swap)
+        require_conditional_writes(store, Deadline(_SMALL_SECONDS), swaps=True)
     except StorageError as error:
         # A subclass has another reason: the store does not answer, there is no bucket, a grant is missing.
         if type(error) is not StorageError:
@@ -284,7 +286,7 @@ def _find_limit_of(name: str, rates: Sequence[Rate], report: Report) -> str:
         return f"{name}: {first}; there was no time to try more."
     if last.bytes_per_second >= _GROWING * rates[-2].bytes_per_second:
         waiting = report.latency_seconds / (report.object_bytes / first.bytes_per_second)
-        cause = "latency limits" if waiting > 0.5 else "each connection is limited, not the network"  # noqa: PLR2004
+        cause = "latency limits" if waiting > _WAITING else "each connection is limited, not the network"
         return f"{name}: {first}, {last}, and still growing: {cause}."
     enough = next(rate for rate in rates if rate.bytes_per_second >= _BUSY * best.bytes_per_second)
     return f"{name}: the network or the store limits; {enough}, and hardly more with others."

@@ -59,9 +59,9 @@ def rm(
 
 def _delete(store: ObjectStore, entries: Sequence[Entry], *, force: bool, out: Output) -> dict[str, object]:
     """Delete checkpoints, print what was done, and return it as a part of the document."""
-    maintenance = Deletions(store)
-    applied = maintenance.retire([entry.step for entry in entries], deadline=Deadline(TIMEOUT_SECONDS), force=force)
-    deleted = maintenance.delete(deadline=Deadline(TIMEOUT_SECONDS))
+    deletions = Deletions(store)
+    applied = deletions.retire([entry.step for entry in entries], deadline=Deadline(TIMEOUT_SECONDS), force=force)
+    deleted = deletions.delete(deadline=Deadline(TIMEOUT_SECONDS))
     steps_deleted = ", ".join(f"step {step}" for step in applied.retired) or "no checkpoint"
     out.say(f"deleted {steps_deleted} ({format_count(deleted.removed, 'object')})")
     if applied.reason is not None:

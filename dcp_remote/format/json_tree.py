@@ -266,7 +266,7 @@ class Decoder:
 
 
 def write_no_longer(_: Encoder, value: object) -> NoReturn:
-    """Refuse a value of a type that is read in checkpoints of earlier releases, and that no training holds."""
+    """Refuse a value whose tag is read in earlier checkpoints alone, or is written by `Encoder` itself."""
     raise NotEncodableError("is read, but written no longer")
 
 

@@ -50,7 +50,7 @@ _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_p
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
 _WORDS = {"true": True, "false": False}
 
-# What the user of a Trainer can pass, for the advice of errors.
+# Arguments that the user of a Trainer can pass, for the advice of errors.
 WORDS = {
     "restore": "train(resume_from_checkpoint=True) goes on from the newest checkpoint",
     "start_over": "start_over=True of remote(), once, leaves the checkpoints behind",

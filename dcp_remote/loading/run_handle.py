@@ -255,9 +255,9 @@ class Run:
             CommitUnknownError: The store did not say whether the catalog was swapped.
         """
         require_step_or_name(step)
-        maintenance, deadline = Deletions(self._store), self._deadline()
-        applied = maintenance.retire([step], deadline=deadline, force=force, owner=self._owner())
-        deleted = maintenance.delete(deadline=deadline, pause_seconds=0)
+        deletions, deadline = Deletions(self._store), self._deadline()
+        applied = deletions.retire([step], deadline=deadline, force=force, owner=self._owner())
+        deleted = deletions.delete(deadline=deadline, pause_seconds=0)
         logger.info("%s: deleted step %s (%d objects)", self.url, applied.retired, deleted.removed)
         left = len(deleted.failed) + deleted.left + deleted.given_up
         if left or applied.reason is not None:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -116,15 +117,14 @@ class _Findings:
             [name for name in self._missing if _top(name) not in self._saved_tops],
             [name for name in shared if _top(name) not in self._state_tops],
         )
-        # What no key with another name explains.
+        # Names that no renamed key explains.
         renamed = {saved for found in self._renames.values() for saved in found}
         self._lost = [name for name in self._missing if _top(name) not in self._renames]
         self._new = [name for name in self._unexpected if _top(name) not in renamed]
         self._empty_places = empty_places
-        self._places = self._find_places()
 
     def is_error(self, options: LoadOptions) -> bool:
-        """Return whether the options forbid a load."""
+        """Return whether the options forbid the load, or no rank would load a value."""
         is_missing = options.missing == "error" and (self._missing or self._thinned)
         is_unexpected = options.unexpected == "error" and self._unexpected
         return bool(is_missing or is_unexpected or self._empty or self._misfits or self._is_nothing_loaded)
@@ -233,8 +233,9 @@ class _Findings:
             hints.append(f"{keys} another name in the checkpoint: pass rename={{{', '.join(single)}}}.")
         return hints
 
-    def _find_places(self) -> dict[str, list[str]]:
-        """Return the values of the checkpoint below each empty dict and each single value of the state, if any."""
+    @cached_property
+    def _places(self) -> dict[str, list[str]]:
+        """Values of the checkpoint below each empty dict and each single value of the state, if any."""
         places: dict[str, list[str]] = {place: [] for place in (*self._empty_places, *self._missing)}
         for name in self._unexpected:
             for place in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):

@@ -151,13 +151,16 @@ class BackgroundSave:
         return True
 
     def finish(self, seconds: float = _FINISH_SECONDS) -> None:
-        """Wait until the thread has ended and old checkpoints are deleted; then the deletion is told to stop."""
+        """Wait until the thread has ended and old checkpoints are deleted, for `seconds` and at most a minute.
+
+        A deletion that has not ended by then is told to stop.
+        """
         deadline = Deadline(min(seconds, _FINISH_SECONDS if self._error is None else _FINISH_FAILED_SECONDS))
         try:
             self._ended.wait(deadline.remaining_seconds())
-            self._saver.background_maintenance.finish(deadline.remaining_seconds())
+            self._saver.background_deletions.finish(deadline.remaining_seconds())
         except BaseException:  # Ctrl-C
-            self._saver.background_maintenance.finish(0.0)
+            self._saver.background_deletions.finish(0.0)
             raise
 
     def _saved(self) -> SaveReport:

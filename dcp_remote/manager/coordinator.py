@@ -67,14 +67,14 @@ class Coordinator:
         self._dedup = dedup
         # Deletes what a commit or a failed save leaves. Uncounted, because its requests belong to no save, although
         # they run beside one.
-        self.background_maintenance = BackgroundDeletions(store.uncounted, retention)
+        self.background_deletions = BackgroundDeletions(store.uncounted, retention)
 
     def resume_from(self, step: int) -> None:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
         self._job = self._job.after(step)
 
     def begin(
-        self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool = True
+        self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool
     ) -> SaveTicket | Labelled:
         """Begin a save of all ranks; or return the checkpoint that this job has at the step, labelled with `exist_ok`.
 
@@ -150,7 +150,7 @@ class Coordinator:
             planned, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
         )
         collective.set_activity("waiting until old checkpoints are deleted")
-        self.background_maintenance.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
+        self.background_deletions.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
         collective.set_activity("committing")
         collective.begin_commit()
         put = [key for report in reports for key in report.put_keys]
@@ -170,7 +170,7 @@ class Coordinator:
             if isinstance(error, BeginAgainError):
                 return Again(str(error))
             raise
-        self.background_maintenance.committed(
+        self.background_deletions.committed(
             catalog,
             entry,
             manifest.shards.keys,
@@ -188,4 +188,4 @@ class Coordinator:
         entry = Entry(
             run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began_revision=run.revision
         )
-        self.background_maintenance.failed(run.run_id, entry, put, replaced=replaced)
+        self.background_deletions.failed(run.run_id, entry, put, replaced=replaced)

@@ -586,7 +586,7 @@ class CheckpointManager:
     @property
     def retention_failures(self) -> int:
         """Number of times that `retention` failed, each of which was logged and fails no save; 0 but on rank 0."""
-        return self._coordinator.background_maintenance.retention_failures if self._coordinator is not None else 0
+        return self._coordinator.background_deletions.retention_failures if self._coordinator is not None else 0
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way; return the report of the last save that was committed.

@@ -269,8 +269,8 @@ class Agreement:
 class Preemption:
     """Time to save and stop; made by every rank, for the ranks that stop together.
 
-    The notice are the seconds from SIGTERM until this job is killed, counted from when this rank heard of the signal;
-    None if that is not known.
+    The notice is the number of seconds from SIGTERM until this job is killed, counted from when this rank heard of the
+    signal; None if that is not known.
     """
 
     def __init__(
@@ -300,8 +300,10 @@ class Preemption:
     def install(self) -> None:
         """Listen for SIGTERM, which from now on does not end this process; done once, however often it is called.
 
-        A handler that was installed before, in Python, is called as well, after this one; see `Sigterm`. Python allows
-        it in the main thread alone.
+        A handler that was installed before, in Python, is called as well, after this one; see `Sigterm`.
+
+        Raises:
+            InvalidArgumentError: This is not the main thread, where alone Python allows a handler.
         """
         self._ranks.start_heartbeat()
         if self.record_signal in SIGTERM:
@@ -544,8 +546,8 @@ def wait_for_decision(
 ) -> bool:
     """Wait until the round is settled; return whether it is. A rank that gives up says so before it goes on.
 
-    It gives up after so many seconds. `left_seconds` returns those left for work before this process is killed; `look`
-    is called again and again meanwhile. The thread of the heartbeat exchanges for the agreement.
+    A rank gives up after `seconds`. `left_seconds` returns the seconds left for work before this process is killed;
+    `look` is called again and again meanwhile. The thread of the heartbeat exchanges for the agreement.
     """
     number, end = agreement.round, clock() + seconds
     while not agreement.settled.wait(0.05) and clock() < end and heartbeat.gone is None:

@@ -149,9 +149,9 @@ class RankRestore:
             del chosen
             # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
             collective.gather(None, _require_no_failure)
+            exchange = self._exchange() if self.ranks.world_size > 1 else None
             planned = self._plan(entry, manifest, state, made)
         planned_seconds = time.monotonic()
-        exchange = self._exchange() if self.ranks.world_size > 1 else None
         with self.operation.phase("reading"):
             collective.set_activity(f"reading step {entry.step}")
             with exchange or nullcontext():

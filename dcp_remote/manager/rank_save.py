@@ -49,7 +49,7 @@ _FIND_COMMIT_SECONDS = 10.0
 class RankSaver:
     """Saves of one rank, one after another; keeps what it wrote last, so as not to send the same bytes again.
 
-    `coordinator` is None on other ranks. `background_maintenance` deletes what this rank's saves leave.
+    `coordinator` is None on other ranks. `background_deletions` deletes what this rank's saves leave.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class RankSaver:
         self._ranks = ranks
         self._store = store
         self._coordinator = coordinator
-        self.background_maintenance = (
-            BackgroundDeletions(store.uncounted) if coordinator is None else coordinator.background_maintenance
+        self.background_deletions = (
+            BackgroundDeletions(store.uncounted) if coordinator is None else coordinator.background_deletions
         )
         self._memory_budget_bytes = memory_budget_bytes
         self._shard_bytes_max = choose_shard_bytes(memory_budget_bytes)
@@ -185,7 +185,7 @@ class RankSaver:
             deadline=collective.deadline.earlier(min(_TELL_SECONDS, _TELL_SHARE * task.seconds)),
             memory_budget_bytes=self._memory_budget_bytes,
             on_put=on_put,
-            discard=self.background_maintenance.delete,
+            discard=self.background_deletions.delete,
         ) as uploads:
             report = write_shards(
                 agreed.plan.plan,
@@ -287,7 +287,7 @@ class RankSaver:
     def _give_up(self, collective: Collective, ticket: SaveTicket, put: tuple[str, ...]) -> None:
         """Delete the shards of a save that failed, as soon as it is certain that it was not committed."""
         if collective.ended_before_commit:
-            self.background_maintenance.delete(put)
+            self.background_deletions.delete(put)
         elif not self._ranks.is_coordinator:
             # The coordinator may have their keys, and may have committed them.
             self._planning.unclear.append((ticket, put))

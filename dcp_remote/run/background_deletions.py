@@ -138,7 +138,8 @@ class BackgroundDeletions:
     def _run(self, worker: _Worker) -> None:
         try:
             while (work := self._next(worker)) is not None:
-                self._do_round(worker, *work)
+                tasks, catalog, settles = work
+                self._do_round(worker, tasks, catalog, settles=settles)
         finally:
             with self._changed:
                 self._end(worker)
@@ -160,13 +161,7 @@ class BackgroundDeletions:
             worker.thread, worker.is_done = None, worker.deletions.is_done
             self._changed.notify_all()
 
-    def _do_round(
-        self,
-        worker: _Worker,
-        tasks: Sequence[_Task],
-        catalog: Catalog | None,
-        settles: bool,  # noqa: FBT001  # of `_next`
-    ) -> None:
+    def _do_round(self, worker: _Worker, tasks: Sequence[_Task], catalog: Catalog | None, *, settles: bool) -> None:
         deletions, deadline = worker.deletions, worker.deadline
         for task in tasks:
             task(deletions)

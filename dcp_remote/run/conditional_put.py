@@ -44,7 +44,7 @@ def require_compare_and_swap(
 ) -> None:
     """Refuse a store that cannot replace an object on condition; `refusal` says what needs that. No request.
 
-    The only place that asks for the capability: another protocol for such stores begins here.
+    The only place where commits ask for the capability: another protocol for such stores begins here.
     """
     if not store.capabilities.compare_and_swap:
         raise InvalidArgumentError(refusal, url=store.url, reason=store.capabilities.swap_refusal)
@@ -62,6 +62,7 @@ class Found(Generic[_Content]):
 def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, limit_bytes: int) -> Found[_Content]:
     """Read an object that may be damaged; one GET, and one more if it cannot be decoded.
 
+    An object larger than the limit costs a HEAD with each GET.
     What is damaged, or larger than the limit, is not taken for the absence of an object.
     """
     found = _find_once(store, key, decode, limit_bytes)
@@ -77,7 +78,8 @@ def _find_once(store: ObjectStore, key: str, decode: Callable[[bytes], _Content]
     except ObjectNotFoundError:
         return Found(None)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return Found(version or _version_of(store, key), error=error)
+        version = version or _version_of(store, key)
+        return Found(version, error=error if version is not None else None)
 
 
 def _version_of(store: ObjectStore, key: str) -> Version | None:

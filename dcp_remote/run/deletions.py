@@ -247,8 +247,8 @@ class Deletions:
             self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
             self._retrying(deadline).put(thin.key, [thin.body])
-        # What goes: by its save what is retired, since another job may thin the checkpoint before the swap, and deletes
-        # what it thinned; by its manifest what is thinned.
+        # Checkpoints that go: by save if retired, since another job may thin the checkpoint before the swap, and then
+        # deletes what it thinned; by manifest if thinned.
         gone: dict[str, Entry] = {}
 
         def change(run: Catalog) -> Catalog | None:

@@ -357,8 +357,8 @@ def find_newest(
 ) -> Entry | None:
     """Return the newest checkpoint of a run (`catalog`: None if there is none).
 
-    Where there is none, the answer is None, with a warning that says what else lies at the URL; with `must_exist` that
-    is raised, also if the run has no checkpoint yet. Costs a LIST of a page then; with `must_exist` what `not_found`
+    Without a checkpoint, return None and log a warning with what else lies at the URL; with `must_exist`, raise
+    `CheckpointNotFoundError`. Without a catalog, this costs a LIST of a page; with `must_exist`, what `not_found`
     costs.
     """
     if catalog is not None and (newest := catalog.latest()) is not None:

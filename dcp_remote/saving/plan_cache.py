@@ -126,7 +126,7 @@ def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | N
     distinct: dict[object, WriteItem] = {}
     for item in plan.items:
         before = distinct.setdefault(_distinct_key(item), item)
-        if before.tensor_data is not None and before.tensor_data.chunk != item.tensor_data.chunk:  # type: ignore[union-attr]  # the key tells objects apart
+        if before.tensor_data != item.tensor_data:
             raise InvalidArgumentError(
                 "A tensor plans parts that overlap. Correct its __create_write_items__, or save its plain parts.",
                 tensor=item.index.fqn,

@@ -281,7 +281,8 @@ def _find_wrong_names(names: Iterable[Any]) -> dict[Any, str]:
         for path in (name, *_parents(name)):
             first, is_file = folded.setdefault(unicodedata.normalize("NFC", path).casefold(), (path, path == name))
             if (first, is_file) != (path, path == name):
-                wrong.setdefault(name, f"the same as {first!r} on Windows or macOS")
+                same = f"the same as {first!r} on Windows or macOS"
+                wrong.setdefault(name, same if first != path else f"{path!r} is a file and a folder")
     return wrong
 
 

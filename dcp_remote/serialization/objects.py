@@ -95,18 +95,25 @@ def encode_saved(key: str, value: object, stream: bytes, *, allow_pickle: bool =
     try:
         load_restricted(stream)
     except (UnsafeStreamError, DamagedStreamError) as error:
-        if allow_pickle:
-            return EncodedObject("pickle", stream)
-        _, refusals = _encode_json(value)
-        raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, error) from error
+        return _encode_as_pickle(key, value, stream, error, allow_pickle=allow_pickle)
     return EncodedObject("torch", stream)
 
 
-def digest_object(value: object) -> int:
-    """Return a digest of 32 bits, the same for equal objects of different processes, and never 0.
+def _encode_as_pickle(
+    key: str, value: object, stream: bytes, refused: Exception, *, allow_pickle: bool
+) -> EncodedObject:
+    """Encode a stream that does not load without running code, or raise an error from why it does not."""
+    if allow_pickle:
+        return EncodedObject("pickle", stream)
+    _, refusals = _encode_json(value)
+    raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, refused) from refused
 
-    0 for an object that has no encoding as JSON, of which nothing is known. The order of a dict's keys does not count.
-    Buffers are read in place, at 0.05 s per GiB.
+
+def digest_object(value: object) -> int:
+    """Return a digest of 32 bits above 0, the same for equal objects of different processes.
+
+    Returns 0 for an object that has no encoding as JSON, of which nothing is known. The order of a dict's keys does not
+    count. Buffers are read in place, at 0.05 s per GiB.
     """
     if type(value) in _PLAIN_TYPES:  # nearly all objects of a state: a tenth of the time
         text = repr(value).encode("utf-8", "surrogatepass")
@@ -141,12 +148,16 @@ def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False) -> Enc
         UnsafeObjectError: The object needs pickle, which is not allowed, or the stream does not load. Names the refused
             types and their places in the object.
     """
+    refused: Exception | None = None
     try:
         value = load_restricted(stream)
-    except (UnsafeStreamError, DamagedStreamError):
+    except (UnsafeStreamError, DamagedStreamError) as error:
+        refused = error
         value = _load_own_stream(key, stream)
     encoded, _ = _encode_json(value)
-    return encoded or encode_saved(key, value, stream, allow_pickle=allow_pickle)
+    if encoded is None and refused is not None:
+        return _encode_as_pickle(key, value, stream, refused, allow_pickle=allow_pickle)
+    return encoded or EncodedObject("torch", stream)
 
 
 def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = False) -> object:

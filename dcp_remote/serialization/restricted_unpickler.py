@@ -200,10 +200,7 @@ class _Machine:
         elif name == "BUILD":
             # Sets attributes of an OrderedDict, such as the `_metadata` of a module's state dict.
             state, top = self._stack.pop(), self._top(OrderedDict)
-            _refuse_shadowing(state, OrderedDict)
-            self._copied_items_left -= len(state)
-            if self._copied_items_left < 0:
-                raise ValueError("values are copied without end")
+            self._count_attributes(state, OrderedDict)
             vars(top).update(state)
         elif name in ("APPEND", "APPENDS"):
             items = self._pop_to_mark() if name == "APPENDS" else [self._stack.pop()]
@@ -335,10 +332,10 @@ class _Machine:
         match name.rpartition(".")[2]:
             case "_rebuild_from_type_v2":
                 _, kind, _, state = given
-                _refuse_shadowing(state, torch.nn.Parameter)
+                self._count_attributes(state, torch.nn.Parameter)
                 return kind is torch.Tensor or kind is torch.nn.Parameter
             case "_rebuild_parameter_with_state":
-                _refuse_shadowing(given[-1], torch.nn.Parameter)
+                self._count_attributes(given[-1], torch.nn.Parameter)
             case "_rebuild_tensor_v2":
                 _require_inside(given, given[0].dtype)
             case "_rebuild_tensor_v3":
@@ -352,14 +349,22 @@ class _Machine:
                 return type(parts) is tuple and all(map(_is_flat, parts)) and self._are_dense(parts)
         return True
 
+    def _count_attributes(self, state: Any, kind: type) -> None:
+        """Refuse attributes that `torch.save` does not write, and count the others as copied."""
+        _refuse_shadowing(state, kind)
+        self._count_copies(len(state))
+
+    def _count_copies(self, items: int) -> None:
+        self._copied_items_left -= items
+        if self._copied_items_left < 0:
+            raise ValueError("values are copied without end")
+
     def _may_copy(self, given: tuple[Any, ...], kind: type[Any]) -> bool:
         """Return True if the only argument is of a kind that the call copies; all copies together are bounded."""
         value: Any = given[0] if len(given) == 1 else None
         if type(value) is not kind:
             return False
-        self._copied_items_left -= len(value)
-        if self._copied_items_left < 0:
-            raise ValueError("values are copied without end")
+        self._count_copies(len(value))
         if kind in (list, dict):
             require_spread(value)
             for element in value:

@@ -65,8 +65,8 @@ class Capabilities:
     """Abilities of a store beyond the contract's minimum.
 
     Attributes:
-        compare_and_swap: True if `put(condition=Version)` is atomic. Without it a store serves plain saves and loads;
-            overwrite, retire and gc are refused.
+        compare_and_swap: True if `put(condition=Version)` is atomic. Without it a store serves single
+            checkpoints that are never replaced; runs, `overwrite=True` and gc are refused.
         shared: True if other processes of this job, on any host, see the same objects.
         swap_refusal: Reason why `compare_and_swap` is False, for error messages; empty otherwise.
         write_refusal: Reason why the store is read-only, for error messages; empty if the store can be written.

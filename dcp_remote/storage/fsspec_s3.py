@@ -328,9 +328,12 @@ class FsspecStore:
             refused = answer_of(error)
             secrets = self._connection.secrets(has_answered=refused is not None)
             if refused is not None and _code_of(refused) == NO_SUCH_BUCKET_CODE:
-                meta = self._ask("open", "", _get_client).meta
+                endpoint_url = region_name = None
+                with suppress(DcpRemoteError):  # the bucket's error says more than what hides these two
+                    meta = self._ask("open", "", _get_client).meta
+                    endpoint_url, region_name = str(meta.endpoint_url), meta.region_name
                 raise make_s3_bucket_error(
-                    self._parsed.bucket, endpoint_url=str(meta.endpoint_url), region_name=meta.region_name
+                    self._parsed.bucket, endpoint_url=endpoint_url, region_name=region_name
                 ) from get_safe_cause(error, secrets)
             failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
             raise failure from get_safe_cause(error, secrets)

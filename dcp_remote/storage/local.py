@@ -94,6 +94,8 @@ class LocalStore:
     Costs: a put writes and syncs the file, and syncs the folders from the root down to it; a swap and a delete also
     lock the file. Deletes are not synced, so a deleted object may reappear after a crash of the machine.
 
+    `root` is the path of the folder, which is made absolute now.
+
     `allow_network_replace` trusts flock(2) on a file system that is not known to be local. On NFS that needs version 4
     (or a lock daemon) and mounts without `local_lock` or `nolock`.
     """

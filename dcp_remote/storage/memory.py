@@ -89,7 +89,11 @@ class MemoryStore:
         return f"MemoryStore({self.url})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the name and prefix only: in another process the copy has the objects of that name there."""
+        """Pickle the name and prefix only: in another process the copy has the objects of that name there.
+
+        Raises:
+            InvalidArgumentError: The store has no name.
+        """
         if self._name is None:
             raise InvalidArgumentError(
                 "A MemoryStore without a name cannot be pickled: create it with one, MemoryStore(name)."

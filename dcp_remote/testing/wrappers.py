@@ -19,8 +19,8 @@ from dcp_remote.storage.wrapper import Request, SharedState, Verb, WrappedStore
 
 _Answer = TypeVar("_Answer")
 
-# What a fault loses. "request": the request is never carried out. "response": the request is carried out and its answer
-# lost. "late": the answer is lost and the request, if a put or delete, is carried out later; a read is not.
+# Message that a fault loses. "request": the request is never carried out. "response": the request is carried out and
+# its answer lost. "late": the answer is lost and the request, if a put or delete, is carried out later; a read is not.
 Lost: TypeAlias = Literal["request", "response", "late"]
 
 # Function of verb, key and number (among all requests of the store, from 1) that is true for requests to hit.

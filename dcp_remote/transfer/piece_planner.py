@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -75,16 +76,16 @@ class PiecePlanner(DefaultSavePlanner):
         self._bytes_max = bytes_max
         self._sizes: dict[tuple[str, Box], int] = {}
 
+    @abstractmethod
     def cut(self, name: str) -> Mapping[Box, int]:
         """Return the boxes of a tensor that are read at once, and how many bytes are read for each."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, pieces: Sequence[tuple[str, Box]]) -> Sequence[torch.Tensor]:
         """Return the values of pieces."""
-        raise NotImplementedError
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """Do what a subclass does after a piece was read and digested."""
+        """Note a piece that was read and digested; does nothing here."""
 
     def create_local_plan(self) -> SavePlan:
         """Plan as torch does, with an item for each piece."""

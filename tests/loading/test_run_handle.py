@@ -471,7 +471,7 @@ def test_a_function_that_fails_fails_no_save(returned: Any, caplog: pytest.LogCa
     with CheckpointManager(store, retention=failing) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state_of(step), wait=True)
-            checkpoints._coordinator.background_maintenance.wait(30.0)  # type: ignore[union-attr]  # rank 0
+            checkpoints._coordinator.background_deletions.wait(30.0)  # type: ignore[union-attr]  # rank 0
     assert steps(store) == [1, 2]
     assert checkpoints.retention_failures == 2
     assert caplog.text.count("old checkpoints were not retired") == 2

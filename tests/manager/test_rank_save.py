@@ -108,5 +108,5 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
             return SimpleNamespace(ticket=begun[1], is_known=True)
 
     for _ in range(2):
-        saver._planning.agree(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]
+        saver._planning.agree(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]  # has what `agree` uses
     assert told == [0, 1]

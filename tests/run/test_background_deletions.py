@@ -327,7 +327,7 @@ class Training:
 
     def tidied(self) -> None:
         assert self.checkpoints._coordinator is not None
-        assert self.checkpoints._coordinator.background_maintenance.wait(PATIENCE_SECONDS)
+        assert self.checkpoints._coordinator.background_deletions.wait(PATIENCE_SECONDS)
 
     def save(self, **how: Any) -> None:
         self.step += 0 if "overwrite" in how else 1

@@ -181,7 +181,7 @@ def test_a_link_out_of_the_folder_is_not_followed(target: str, tmp_path: Path) -
 
 def test_wrong_contents() -> None:
     """Refuse a file at the path of a folder, text, entries that hold no files, and writing what was never restored."""
-    with pytest.raises(InvalidArgumentError, match=r"'a/b' \(the same as 'a'"):
+    with pytest.raises(InvalidArgumentError, match=r"'a/b' \('a' is a file and a folder"):
         Files({"a": b"", "a/b": b""})
     with pytest.raises(InvalidArgumentError, match="must be bytes"):
         Files({"a": "text"})  # type: ignore[dict-item]

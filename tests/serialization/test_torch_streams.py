@@ -110,6 +110,7 @@ def doubled(levels: int) -> bytes:
 
 STORAGE = b"(" + word("storage") + b"ctorch\nFloatStorage\n" + word("0") + word("cpu") + long(2**40) + b"tQ"
 SHAPE = long(2**40) + b"\x85"
+ATTRIBUTES = b"}(" + b"".join(word(f"a{n}") + b"N" for n in range(250)) + b"uq\x00"
 PROGRAMS: dict[str, bytes] = {
     "bytes of a terabyte": call("__builtin__", "bytearray", long(2**40) + b"\x85"),
     "tensor of a terabyte": call("torch", "FloatTensor", long(2**40) + b"\x85"),
@@ -141,11 +142,16 @@ PROGRAMS: dict[str, bytes] = {
         "_rebuild_qtensor",
         b"(" + STORAGE[:-1].replace(long(2**40), b"K\x01") + b"QK\x00))" + doubled(60) + b"\x85\x89Nt",
     ),
-    "one state of many dicts": b"}("
-    + b"".join(word(f"a{n}") + b"N" for n in range(250))
-    + b"uq\x00]("
-    + (b"ccollections\nOrderedDict\n)Rh\x00b" * 30_000)
+    "one state of many parameters": ATTRIBUTES
+    + call(
+        "torch._utils",
+        "_rebuild_tensor_v2",
+        b"(" + STORAGE.replace(long(2**40), b"K\x01") + b"K\x00K\x01\x85K\x01\x85\x89Nt",
+    )
+    + b"q\x01]("
+    + call("torch._utils", "_rebuild_parameter_with_state", b"(h\x01\x89Nh\x00t") * 1000
     + b"e",
+    "one state of many dicts": ATTRIBUTES + b"](" + (b"ccollections\nOrderedDict\n)Rh\x00b" * 30_000) + b"e",
     "wrapper": call("torch._utils", "_rebuild_wrapper_subclass", b"(t"),
     "empty stack": b"R",
     "no mark": b"t",
@@ -229,7 +235,7 @@ def test_views_of_an_empty_tensor() -> None:
     """Decode two views of an empty tensor with different dtypes, which torch stores as one storage."""
     empty = torch.zeros(0)
     decoded = decode_torch(save([empty, empty.view(torch.int32)]))
-    assert [value.dtype for value in decoded] == [torch.float32, torch.int32]  # type: ignore[attr-defined]
+    assert [value.dtype for value in decoded] == [torch.float32, torch.int32]  # type: ignore[attr-defined]  # a list
 
 
 STREAMS = [save([torch.ones(3).to_sparse(), [1], "text", {1, 2}, b"ab"]), save({"a": torch.ones(3), "b": 2.5})]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ class Clients:
         self._lock = threading.Lock()
         # By (download, delete_singly, request_seconds): obstore fixes these per client, and clients are cheap.
         self._clients: dict[tuple[bool, bool, float], Client] = {}
-        self._credentials_number: Hashable = None
+        self._credentials_number = 0
 
     def get(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
         """Return the client for requests of a size, creating it if necessary.

@@ -89,15 +89,6 @@ class DirectCounts:
         """Ranges that were read, directly or by obstore."""
         return self.direct + self.refused + self.after_breaks + self.skipped
 
-    def plus(self, more: DirectCounts) -> DirectCounts:
-        """Return the sums of both counts."""
-        return DirectCounts(
-            self.direct + more.direct,
-            self.refused + more.refused,
-            self.after_breaks + more.after_breaks,
-            self.skipped + more.skipped,
-        )
-
 
 class DirectReads:
     """Direct reads of one bucket over connections that are kept, and their counts. Safe to use from many threads."""
@@ -136,11 +127,15 @@ class DirectReads:
             return self._counts
 
     def choose(self) -> Outcome:
-        """Return "direct" to read a range directly; after a pause one is tried, and the others wait for its outcome."""
+        """Return how to read the next range.
+
+        "direct"; or "skipped" while direct reads are paused, where one range is tried after each pause; or "refused"
+        after two busy answers in a row, so that obstore finds out whether the store is busy or refuses signed URLs.
+        """
         with self._lock:
             if self._busy_in_a_row >= _BUSY_MAX:
                 self._busy_in_a_row = 0
-                return "refused"  # perhaps only signed URLs are
+                return "refused"
             if self._failed_in_a_row >= _FAILED_MAX:
                 if self._clock() < self._again_at:
                     return "skipped"

@@ -1,9 +1,9 @@
 """Errors of obstore and botocore, translated into errors of this package by what a caller can do about them.
 
-`ERROR_CLASSES` is the whole mapping, by class. obstore has one class, `GenericError`, for timeouts, refused
-connections, 5xx, redirects and other failures; its text is for people, so nothing is decided by its words. But the text
-quotes the store's error code, and some codes are final (`translate`). Where the store gave no code and the difference
-matters, `diagnosis` asks the store once more, by a request that shows status and error code.
+Exceptions are mapped by class (`ERROR_CLASSES`), answers by status and error code (`classify_answer`). obstore has one
+class, `GenericError`, for timeouts, refused connections, 5xx, redirects and other failures; of its text, which is for
+people, only the error code counts that it quotes, and some codes are final (`translate`). Where the store gave no code
+and the difference matters, `diagnosis` asks the store once more, by a request that shows status and error code.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def check_endpoint(url: str, *, named: str) -> None:
     """Refuse an endpoint that may contain a secret, which errors, logs and reprs would show, or that is not http(s).
 
     Raises:
-        InvalidArgumentError: The URL has user info, a query or a fragment, and the message shows only its scheme; or
+        InvalidArgumentError: The URL has user info, a query or a fragment, and the message does not show the URL; or
             the scheme is not http or https.
     """
     if _MAY_HOLD_SECRET.search(url):

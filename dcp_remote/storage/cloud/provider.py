@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
@@ -13,7 +13,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_remote.errors import BucketNotFoundError
 from dcp_remote.storage.base import Version, quote_etag
-from dcp_remote.storage.cloud.errors import CloudError
+from dcp_remote.storage.cloud.errors import NO_SUCH_BUCKET_CODE, CloudError
 from dcp_remote.storage.cloud.options import CloudOptions, parse_options, spell_secrets
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ FAILURES = (BaseError, BotoCoreError, ClientError, OSError, ValueError)
 
 
 class Provider(ABC):
-    """Bucket of one cloud in this process, shared by its stores. Safe to use from many threads.
+    """Bucket of one cloud, shared by one opened store and its children. Safe to use from many threads.
 
     A cloud is a subclass in a module of its own, entered in `CLOUDS` of `store.py`. What has a default here is what
     only some clouds have.
@@ -43,7 +43,7 @@ class Provider(ABC):
     known_hosts: ClassVar[tuple[str, ...]]
 
     # Error code of a listing without its bucket, which obstore raises as GenericError.
-    no_bucket_code: ClassVar[str] = "NoSuchBucket"
+    no_bucket_code: ClassVar[str] = NO_SUCH_BUCKET_CODE
 
     options: CloudOptions
 
@@ -95,12 +95,15 @@ class Provider(ABC):
         return False
 
     def sign_get(self, client: Client, path: str) -> str | None:
-        """Return a signed URL for a GET, a secret; None if obstore has to read, because a proxy is in between."""
-        raise NotImplementedError
+        """Return a signed URL for a GET, a secret; None if obstore has to read, because a proxy is in between.
 
-    def credentials_number(self) -> Hashable:
-        """Return a value that changes with the credentials: clients that were opened before have the old ones."""
+        Called where `reads_directly` is True.
+        """
         return None
+
+    def credentials_number(self) -> int:
+        """Return a value that changes with the credentials: clients that were opened before have the old ones."""
+        return 0
 
     def get_signing_credentials(self) -> ReadOnlyCredentials | None:
         """Return the credentials that requests are signed with now; None if obstore has credentials of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from dcp_remote.errors import BucketNotFoundError
+from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud.diagnosis import LastDiagnosis, diagnose_s3
@@ -63,6 +63,8 @@ class S3(Provider):
         nested = options.get("client_kwargs")
         if isinstance(nested, Mapping):
             given = {name: value for name, value in nested.items() if value is not None}
+            if any(options.get(name) not in (None, value) for name, value in given.items()):
+                raise InvalidArgumentError("storage_options give one setting twice, with different values.")
             options = {name: value for name, value in options.items() if name != "client_kwargs"} | given
         return super().parse(bucket, options)
 
@@ -91,7 +93,7 @@ class S3(Provider):
         options, endpoint = self.options, self.endpoint()
         if not endpoint.has_proxy:
             http = {**http, **_forbid_other_hosts(endpoint.endpoint_url)}
-        # Including every setting that obstore would read from the environment.
+        # As botocore has resolved them, so that obstore's own reading of the environment contradicts none.
         config: S3Config = {
             "endpoint": endpoint.endpoint_url,
             "aws_endpoint_url_s3": endpoint.endpoint_url,
@@ -100,6 +102,7 @@ class S3(Provider):
             "skip_signature": options.anon,
             "unsigned_payload": not options.sign_payload,
             "disable_bulk_delete": delete_singly,
+            "conditional_put": "etag",
         }
         if options.checksum_algorithm != "none":
             config["checksum_algorithm"] = options.checksum_algorithm or "CRC64NVME"
@@ -139,7 +142,7 @@ class S3(Provider):
         assert isinstance(client, S3Store)
         return None if self.endpoint().has_proxy else obstore.sign(client, "GET", path, _SIGNED_FOR)
 
-    def credentials_number(self) -> Hashable:
+    def credentials_number(self) -> int:
         """Implement `Provider.credentials_number`: each client keeps the credentials that it was given."""
         return self._credentials.changes if self._credentials is not None else 0
 

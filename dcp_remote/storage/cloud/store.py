@@ -84,7 +84,7 @@ def open_cloud_store(
 
 
 class Bucket:
-    """What the stores of one bucket share: a store and its children."""
+    """State that the stores of one bucket share: a store and its children."""
 
     def __init__(self, provider: Provider, timeouts: Timeouts) -> None:
         """Create and send nothing."""
@@ -164,7 +164,10 @@ class CloudStore:
         return self._send("get", key, request)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Implement `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read."""
+        """Implement `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read.
+
+        One HEAD more if the object may be too short, and the store did not say so by an error code.
+        """
         path = self._path(key)
         stop = start + len(buffer)
 

@@ -1,4 +1,4 @@
-"""Limit of the concurrent requests of this process to one bucket, which adapts to a store that refuses requests.
+"""Limit of the concurrent requests of one opened store and its children, which adapts to a store that refuses requests.
 
 A store that is offered more than its capacity answers some requests with 503 ("SlowDown"), and retries add to the load.
 The limit is reduced by the fraction of requests that were refused, which reaches the store's capacity in one step, and
@@ -43,7 +43,7 @@ _REFUSAL_SECONDS_MAX = 5.0
 
 
 class Throttle:
-    """Limit of the concurrent requests of this process to one bucket. Safe to use from many threads."""
+    """Limit of the concurrent requests of one opened store and its children. Safe to use from many threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with a full share."""

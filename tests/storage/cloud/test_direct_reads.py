@@ -322,7 +322,7 @@ def test_an_unrequested_answer_is_not_accepted(*, late: bool) -> None:
 def test_silence_in_an_answer_ends() -> None:
     """Send half of the headers and then nothing: the read ends after the silence limit; at the deadline it raises."""
     for left_seconds in (60.0, 0.0):
-        with socket.create_server(("127.0.0.1", 0)) as listener, limit_requests(lambda: left_seconds):  # noqa: B023
+        with socket.create_server(("127.0.0.1", 0)) as listener, limit_requests(lambda: left_seconds):  # noqa: B023  # called in this turn of the loop
             reads = make_reads(silence_seconds=0.3)
             thread = threading.Thread(target=_answer_half, args=(listener,))
             thread.start()

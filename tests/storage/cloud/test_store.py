@@ -228,8 +228,9 @@ def test_nested_options_of_s3fs() -> None:
     with scripted_server(lambda _: HttpAnswer(200, b"", OBJECT_HEADERS)) as server:
         open_on(server, client_kwargs={"endpoint_url": None}).put("key", [b""])
         assert len(server.requests) == 1
-        with pytest.raises(InvalidArgumentError, match="one setting twice"):
-            open_on(server, region_name="eu-west-1", region="eu-west-2")
+        for twice in ({"region": "eu-west-2"}, {"client_kwargs": {"region_name": "eu-west-2"}}):
+            with pytest.raises(InvalidArgumentError, match="one setting twice"):
+                open_on(server, region_name="eu-west-1", **twice)
 
 
 @pytest.mark.parametrize("verb", ["get", "get_into"])
