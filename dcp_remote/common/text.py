@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
 
 # Characters of a name or value in a listing.
 _LISTED_CHARACTERS_MAX = 60
+
+# Ranks, or other items, that a message names.
+_JOINED_MAX = 16
 
 
 def escape_unprintable(text: str) -> str:
@@ -39,6 +44,12 @@ def human_bytes(size_bytes: int) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun: `1 tensor`, `2 tensors`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def join_some(items: Sequence[object]) -> str:
+    """Return the first of many items, such as ranks, and the number of the others: `1, 2 and 30 more`."""
+    shown = ", ".join(map(str, items[:_JOINED_MAX]))
+    return f"{shown} and {len(items) - _JOINED_MAX} more" if len(items) > _JOINED_MAX else shown
 
 
 def human_seconds(seconds: float) -> str:

@@ -29,6 +29,7 @@ from dcp_remote.coordination.incarnation import incarnation_of
 from dcp_remote.coordination.key_value import Client, StoreAddress, address_of
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.coordination.use_counter import UseCounter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 
@@ -69,8 +70,7 @@ class RankGroup:
         self.world_size = world_size
         self.is_coordinator = rank == 0
         self._store_address = store_address if isinstance(store, UseCounter) else address_of(store)
-        self._member = GroupMember(rank, world_size)
-        self._clock = clock
+        self._member = GroupMember(rank, world_size, clock)
         self._number = 0
         self._collective: Collective | None = None
         self._is_closed = False
@@ -217,15 +217,9 @@ class RankGroup:
         return Collective(
             self._member,
             CollectiveKeys(self._number + 1, one_line(what)),
-            seconds=seconds,
-            silence_seconds=silence_seconds,
-            arrival_seconds=arrival_seconds,
-            left_seconds=left_seconds,
-            failed=failed,
-            timed_out=timed_out,
+            Terms(seconds, silence_seconds, arrival_seconds, left_seconds, failed, timed_out),
             on_renumber=self._renumber,
             on_leave=self._leave,
-            clock=self._clock,
         )
 
     def begin(self, collective: Collective) -> None:
@@ -284,7 +278,7 @@ class RankGroup:
             while_waiting=self._check_arrival,
             farewell=self._may_stop,
             look=self._look,
-            clock=self._clock,
+            clock=self._member.clock,
         )
 
     def _note_missed_use(self, uses: UseCounter, seconds: float, *, is_told: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client, HelperClient
@@ -19,18 +19,21 @@ class GroupMember:
     Args:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
+        clock: Monotonic clock, in seconds.
         is_coordinator: True on rank 0.
         heartbeat: Heartbeat of this rank; None if it is the only one, or before the first operation.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, clock: Callable[[], float]) -> None:
         """Ask the store nothing."""
         self.rank = rank
         self.world_size = world_size
+        self.clock = clock
         self.is_coordinator = rank == 0
         self.heartbeat: Heartbeat | None = None
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dcp_remote.common.text import escape_unprintable, format_count
+from dcp_remote.common.text import escape_unprintable, format_count, join_some
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.format.entry_names import near_names, no_match_error
 from dcp_remote.loading.key_renames import find_key_renames
@@ -25,10 +25,9 @@ from dcp_remote.loading.state_check import (
 )
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 
-# Bounds of the message: names of each kind, characters of a name, ranks.
+# Bounds of the message: names of each kind, characters of a name.
 _SHOWN_MAX = 10
 _NAME_CHARACTERS_MAX = 128
-_RANKS_NAMED_MAX = 16
 
 # Names below a top-level key that only state or checkpoint has, up to which each is named.
 _NAMES_OF_KEY_MAX = 3
@@ -87,8 +86,7 @@ def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
         return {}
     if len(ranks) == 1:
         return {"rank": ranks[0]}
-    more = ", …" if len(ranks) > _RANKS_NAMED_MAX else ""
-    return {"ranks": ", ".join(map(str, ranks[:_RANKS_NAMED_MAX])) + more or None}
+    return {"ranks": join_some(ranks) or None}
 
 
 class _Findings:

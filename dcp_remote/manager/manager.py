@@ -44,7 +44,8 @@ from dcp_remote.run.retention import ChooseToDelete, Retention, require_retentio
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.staging import Stager, tensors_of
-from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
+from dcp_remote.serialization.leaves import FlatState
+from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
@@ -654,7 +655,7 @@ class CheckpointManager:
         roles: TensorRoles,
         *,
         stage: bool,
-    ) -> dict[str, Any]:
+    ) -> FlatState:
         made: Any = state
         # A module is callable, too.
         if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
@@ -663,14 +664,13 @@ class CheckpointManager:
             collective.set_activity("collecting the state")
             made = made()
         copied = build_saved_state(as_state(made), self._ranks.rank, roles)
-        require_distinct(copied)
         self._first_save.check(as_state(made), copied, is_coordinator=self._ranks.is_coordinator)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.
-            wait_for_devices(tensor.device for tensor in tensors_of(copied))
+            wait_for_devices(tensor.device for tensor in tensors_of(copied.values))
             return copied
         collective.set_activity("copying the state")
-        return self._stager.stage(copied)
+        return copied._replace(values=self._stager.stage(copied.values))
 
     def _make_planner(self) -> RunPlanner:
         """Return the planner of one save; an import overrides this method with a planner that reads its source."""

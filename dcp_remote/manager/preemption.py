@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dcp_remote.common.text import join_some
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor
 from dcp_remote.coordination.key_value import Client
@@ -61,9 +62,6 @@ _SILENT_SECONDS = 10.0
 
 # Wait for the decision after which the log says what is waited for; usually a decision takes less.
 _TELL_SECONDS = 3.0
-
-# Ranks that a line of the log names.
-_RANKS_NAMED_MAX = 16
 
 _NONE = b"none"
 
@@ -430,7 +428,7 @@ class Preemption:
             elif silent_seconds >= _SILENT_SECONDS:
                 gone.append(f"{rank} ({status.process}) has been silent for {silent_seconds:.0f} s")
         if gone:
-            self._gone = _shorten([f"rank {text}" for text in gone])
+            self._gone = join_some([f"rank {text}" for text in gone])
             agreement.give_up(client, agreement.round)
 
     # ---- in any thread
@@ -519,7 +517,7 @@ class Preemption:
             return "the other ranks could not be told"
         last = {rank: self._monitor.last(rank) for rank in self._agreement.missing}
         named = [f"{rank} ({status.process})" if status is not None else str(rank) for rank, status in last.items()]
-        return f"there is no answer of rank {_shorten(named)}"
+        return f"there is no answer of rank {join_some(named)}"
 
     def _patience_seconds(self) -> float:
         """Return the seconds left to agree; a notice has also to hold the last answer of the store, and the end."""
@@ -528,11 +526,6 @@ class Preemption:
             working_seconds = self._notice_seconds - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds)
             seconds = working_seconds - min(_LAST_ANSWER_SECONDS, working_seconds / 4)
         return max(0.0, seconds - (self._clock() - self._heard_seconds))
-
-
-def _shorten(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _RANKS_NAMED_MAX} more" if len(texts) > _RANKS_NAMED_MAX else ""
-    return ", ".join(texts[:_RANKS_NAMED_MAX]) + more
 
 
 def wait_for_decision(

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -134,7 +134,7 @@ def swap(
             look=lambda: see_catalog(reading),
             decide=lambda now, _: decide(now),
             unknown=lambda failure: unknown_swap(store, failure),
-            backoff=Backoff(deadline, first_seconds=_FIRST_PAUSE_SECONDS, seconds_max=_PAUSE_SECONDS_MAX, sleep=sleep),
+            backoff=Backoff(deadline, RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX), sleep=sleep),
         )
     return after
 

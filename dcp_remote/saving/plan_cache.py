@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import flatten, get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
@@ -45,8 +44,9 @@ from dcp_remote.saving.plan_table import (
     shrink_integers,
 )
 from dcp_remote.saving.rank_differences import Described
+from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.objects import digest_object
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles, empty_places
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles
 from dcp_remote.serialization.tensors import PLAIN_TYPES, dtype_name, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
@@ -108,12 +108,13 @@ class PlanCache:
 
 
 class RunPlanner(DefaultSavePlanner):
-    """Planner of a manager's saves: torch's own, which also records the empty dicts of the state."""
+    """Planner of a manager's saves: torch's own, for a state that is taken apart already."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        """Flatten the state."""
-        super().set_up_planner(state_dict, *args, **options)
-        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
+    def set_up_planner(self, state_dict: dict[str, Any] | FlatState, *args: Any, **options: Any) -> None:
+        """Keep the values of a state, and its paths, among them those of empty dicts; take it apart if it is not."""
+        flat = state_dict if isinstance(state_dict, FlatState) else flatten_state(state_dict)
+        super().set_up_planner(flat.values, *args, **options)
+        self.mappings = flat.paths
 
 
 def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:

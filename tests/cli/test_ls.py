@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.cli import main
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.format.catalog_json import encode
@@ -20,6 +18,7 @@ from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.storage import LocalStore
 from dcp_remote.testing import RecordingStore
+from tests.support.command_line import CommandLine
 from tests.support.runs import fence, save, thin
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
@@ -39,10 +38,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_lists_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_the_checkpoints(cli: CommandLine, run: Path) -> None:
     """List a run: aligned columns of step, time, size and notes."""
-    assert main(["ls", str(run)]) == 0
-    title, header, *lines = capsys.readouterr().out.splitlines()
+    title, header, *lines = cli.run("ls", run).lines
     assert title == f"file://{run}: 4 checkpoints, 2.5 KiB in total, shared shards counted in each"
     assert header == "step  saved                       size  notes"
     assert lines == [
@@ -53,82 +51,58 @@ def test_lists_the_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_json_is_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_a_document(cli: CommandLine, run: Path) -> None:
     """List as JSON: one document with the run's token and every checkpoint."""
-    assert main(["ls", str(run), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["url"] == f"file://{run}"
-    assert document["token"] == 2
+    document = cli.run("ls", run, "--json").document
+    assert (document["url"], document["token"]) == (f"file://{run}", 2)
     first, second, *_ = document["checkpoints"]
     assert (first["step"], first["thinned"], first["bytes"]) == (100, ["optim"], 498)
     assert (second["names"], second["metrics"], second["pinned"]) == (["best"], {"loss": 0.25}, True)
     assert [entry["abandoned"] for entry in document["checkpoints"]] == [False, False, False, True]
 
 
-def test_an_empty_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_run(cli: CommandLine, tmp_path: Path) -> None:
     """List a run that was started and has saved nothing: one line."""
     fence(LocalStore(tmp_path))
-    assert main(["ls", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"file://{tmp_path}: 0 checkpoints, 0 B in total, shared shards counted in each\n"
+    assert cli.run("ls", tmp_path).lines == [
+        f"file://{tmp_path}: 0 checkpoints, 0 B in total, shared shards counted in each"
+    ]
 
 
-def test_one_get(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_get(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the requests of a listing: one GET of the catalog."""
     recording = RecordingStore(LocalStore(run))
     monkeypatch.setattr("dcp_remote.cli.ls.open_store", lambda url, options: recording)
-    assert main(["ls", str(run)]) == 0
+    cli.run("ls", run)
     assert recording.calls == [("get", CATALOG_KEY)]
 
 
-def damage(run: Path) -> None:
-    (run / CATALOG_KEY).write_bytes(b"{}")
-
-
-def lose(run: Path) -> None:
-    (run / CATALOG_KEY).unlink()
-
-
-def test_wrong_urls_are_explained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [["ls"], ["rm", "--step", "100"], ["pin", "100"]], ids=lambda command: command[0])
+def test_wrong_urls_are_explained(cli: CommandLine, command: list[str], run: Path, tmp_path: Path) -> None:
     """Name a folder of runs, a single checkpoint, a run with a damaged or lost catalog: each error says what to do."""
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / MANIFEST_KEY).write_bytes(b"{}")
-    for url, prepare, code, says in (
-        (tmp_path, None, 1, "no run (no catalog.json)"),
-        (tmp_path / "alone", None, 2, "dcp-remote show"),
-        (run, damage, 1, "dcp-remote recover"),
-        (run, lose, 1, "dcp-remote recover"),
-    ):
-        if prepare is not None:
-            prepare(run)
-        for command in (["ls"], ["rm", "--step", "100"], ["pin", "100"]):
-            if command[0] == "pin":
-                arguments = ["pin", str(url), "100"]
-            else:
-                arguments = [command[0], str(url), *command[1:]]
-            assert main(arguments) == code
-            captured = capsys.readouterr()
-            assert captured.out == ""
-            assert captured.err.count("\n") == 1
-            assert says in captured.err
+    name, *more = command
+    cli.fail(name, tmp_path, *more, says="no run (no catalog.json)")
+    cli.fail(name, tmp_path / "alone", *more, code=2, says="dcp-remote show")
+    for prepare in (lambda: (run / CATALOG_KEY).write_bytes(b"{}"), (run / CATALOG_KEY).unlink):
+        prepare()
+        cli.fail(name, run, *more, says="dcp-remote recover")
 
 
-def test_names_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_do_not_control_the_terminal(cli: CommandLine, tmp_path: Path) -> None:
     """Put ANSI and C1 sequences, line breaks and direction marks into a catalog: printed in escaped form."""
     store = LocalStore(tmp_path)
     save(store, 1)
     found = read_catalog(store)
     assert found is not None
-    hostile = replace(
-        found.entries[0], names=(HOSTILE,), metrics=((HOSTILE, 1.0),), created=HOSTILE, thinned=(HOSTILE * 9,)
-    )
-    catalog = Catalog(found.run_id, revision=9, token=1, entries=(hostile,))
-    store.put(CATALOG_KEY, [encode(catalog, "0" * 32)])
+    texts = {"names": (HOSTILE,), "metrics": ((HOSTILE, 1.0),), "created": HOSTILE, "thinned": (HOSTILE * 9,)}
+    hostile = replace(found.entries[0], **texts)  # type: ignore[arg-type]  # fields by name
+    store.put(CATALOG_KEY, [encode(Catalog(found.run_id, revision=9, token=1, entries=(hostile,)), "0" * 32)])
     for arguments in ([], ["--json"]):
-        assert main(["ls", str(tmp_path), *arguments]) == 0
-        out = capsys.readouterr().out
-        assert all(line.isprintable() for line in out.split("\n"))
-        assert not any(line.startswith("fake") for line in out.splitlines())
-    assert len(out.splitlines()) > 3
+        shown = cli.run("ls", tmp_path, *arguments)
+        assert all(line.isprintable() for line in shown.out.split("\n"))
+        assert not any(line.startswith("fake") for line in shown.lines)
 
 
 def test_starts_without_torch(run: Path) -> None:

@@ -245,15 +245,6 @@ def test_metrics(collected: Collected) -> None:
     assert 0.3 in staging.explicit_bounds
 
 
-def test_several_managers_share_instruments(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
-    """Create instruments of the same names twice: the SDK merges them without a warning."""
-    for _ in range(2):
-        telemetry = Telemetry(collected.tracer_provider, collected.meter_provider)
-        telemetry.save(MemoryStore("run"), step=7).end(SAVED)
-    assert collected.numbers()["dcp_remote.bytes.written"] == {(): 600}
-    assert caplog.messages == []
-
-
 # ---- failures
 
 
@@ -358,15 +349,6 @@ def test_errors_of_opentelemetry_fail_no_save(
 
 
 # ---- without OpenTelemetry
-
-
-def test_without_an_sdk() -> None:
-    """Do nothing with the API alone, as the extra installs it, and no global providers."""
-    saving = Telemetry().save(MemoryStore("run"), step=7)
-    with saving.phase("staging"):
-        pass
-    saving.end(SAVED)
-    Telemetry().load(MemoryStore("run")).fail(KeyError())
 
 
 WITHOUT = """

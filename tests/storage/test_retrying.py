@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import pytest
@@ -24,6 +24,10 @@ from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from dcp_remote.testing.store_suite import StoreSuite
 from tests.support.clocks import SleepClock
+from tests.support.clouds import VERBS
+
+# Verbs that are sent once, since their outcome is not known after a lost answer.
+CONDITIONAL = {"create", "swap"}
 
 # After one failure and a pause of half a second, less than the first delay is left.
 TWO_ATTEMPTS_SECONDS = 1.2
@@ -71,44 +75,33 @@ def _innermost(store: ObjectStore) -> ObjectStore:
     return store
 
 
-_CALLS: dict[str, Callable[[ObjectStore], object]] = {
-    "head": lambda store: store.head("key"),
-    "get": lambda store: store.get("key", limit_bytes=3),
-    "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(3))),
-    "put": lambda store: store.put("key", [b"new"]),
-    "list": lambda store: list(store.list("k")),
-    "delete": lambda store: store.delete(["key"]),
-}
-
-
 @pytest.mark.parametrize("lost", ["request", "response"])
-@pytest.mark.parametrize("verb", _CALLS)
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - CONDITIONAL))
 def test_transient_failures_are_repeated(verb: str, lost: Literal["request", "response"]) -> None:
     """Fail the first two requests of each verb in either direction; the third is answered."""
     memory, clock = MemoryStore(), SleepClock()
-    memory.put("key", [b"old"])
+    memory.put("key", [b"old data"])
     recording = RecordingStore(memory)
-    _CALLS[verb](_retrying(FaultyStore(recording, [nth(1, lost), nth(2, lost)]), clock))
+    VERBS[verb](_retrying(FaultyStore(recording, [nth(1, lost), nth(2, lost)]), clock))
     assert clock.sleeps == [0.5, 1.0]
     assert recording.count() == (1 if lost == "request" else 3)
 
 
-@pytest.mark.parametrize("verb", ["head", "get", "get_into", "put", "list"])
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - CONDITIONAL - {"delete"}))
 def test_the_final_error_counts_the_attempts(verb: str) -> None:
     """Lose every request until the deadline: the error has the number of attempts, and the last error as its cause."""
     clock = SleepClock()
     faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True)])
     with pytest.raises(TransientStorageError) as caught:
-        _CALLS[verb](_retrying(faulty, clock, seconds=10.0))
+        VERBS[verb](_retrying(faulty, clock, seconds=10.0))
     error = caught.value
     # 0.5, 1, 2, then half of what is left: of 6.5, of 3.25, of 1.625. Then less than the first delay is left.
     assert clock.sleeps == [0.5, 1.0, 2.0, 3.25, 1.625, 0.8125]
     assert error.details["attempts"] == len(faulty.hits) == 7
     assert error.details["seconds"] == pytest.approx(sum(clock.sleeps), abs=0.001)
-    assert error.details["key"] == ("k" if verb == "list" else "key")
+    assert error.details["key"] == ("" if verb == "list" else "key")
     assert isinstance(error.__cause__, TransientStorageError)
     assert "attempts" not in error.__cause__.details
-    assert "An injected fault: the request was lost. " in str(error)
 
 
 @pytest.mark.parametrize("random", [0.0, 0.3, 0.999999])
@@ -249,6 +242,28 @@ def test_retries_are_reported_with_the_whole_key() -> None:
     assert seen == [("head", "a/b/key", "TransientStorageError")] * 2
 
 
+def test_deadlines() -> None:
+    """Look before, at and after the deadline."""
+    clock = SleepClock()
+    deadline = Deadline(10.0, clock)
+    assert (deadline.remaining_seconds(), deadline.expired()) == (10.0, False)
+    clock.now += 9.0
+    assert (deadline.elapsed_seconds(), deadline.remaining_seconds(), deadline.expired()) == (9.0, 1.0, False)
+    clock.now += 1.0
+    assert (deadline.remaining_seconds(), deadline.expired()) == (0.0, True)
+    clock.now += 5.0
+    assert (deadline.elapsed_seconds(), deadline.remaining_seconds(), deadline.expired()) == (15.0, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"first_delay_seconds": 0.0}, {"first_delay_seconds": 3.0, "delay_seconds_max": 2.0}]
+)
+def test_invalid_policies(arguments: dict[str, float]) -> None:
+    """Pass a first delay of zero, and one above the longest."""
+    with pytest.raises(InvalidArgumentError):
+        RetryPolicy(**arguments)
+
+
 def test_backoff() -> None:
     """Check that the longest pause doubles to its maximum, also after 10**9 failures; jitter scales all of it."""
     policy = RetryPolicy(first_delay_seconds=0.5, delay_seconds_max=10.0)
@@ -262,25 +277,3 @@ def test_backoff() -> None:
     assert delays(0.0) == [0.0] * 8
     assert policy.delay_seconds(6, remaining_seconds=3.0, random=0.5) == 1.5
     assert policy.delay_seconds(6, remaining_seconds=0.49, random=0.5) is None
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"first_delay_seconds": 0.0}, {"first_delay_seconds": 3.0, "delay_seconds_max": 2.0}]
-)
-def test_invalid_policies(arguments: dict[str, float]) -> None:
-    """Pass a first delay of zero, and one above the longest."""
-    with pytest.raises(InvalidArgumentError):
-        RetryPolicy(**arguments)
-
-
-def test_deadlines() -> None:
-    """Look before, at and after the deadline."""
-    clock = SleepClock()
-    deadline = Deadline(10.0, clock)
-    assert (deadline.remaining_seconds(), deadline.expired()) == (10.0, False)
-    clock.now += 9.0
-    assert (deadline.elapsed_seconds(), deadline.remaining_seconds(), deadline.expired()) == (9.0, 1.0, False)
-    clock.now += 1.0
-    assert (deadline.remaining_seconds(), deadline.expired()) == (0.0, True)
-    clock.now += 5.0
-    assert (deadline.elapsed_seconds(), deadline.remaining_seconds(), deadline.expired()) == (15.0, 0.0, True)

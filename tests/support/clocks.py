@@ -7,12 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class SleepClock:
-    """Monotonic clock that only its own `sleep` advances.
-
-    Attributes:
-        now: Time in seconds.
-        sleeps: Seconds of each sleep.
-    """
+    """Monotonic clock that only its own `sleep` advances."""
 
     now: float = 100.0
     sleeps: list[float] = dataclasses.field(default_factory=list)

@@ -18,7 +18,7 @@ import pytest
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError
 from dcp_remote.serialization.objects import EncodedObject, decode_object
 from dcp_remote.serialization.torch_streams import save
-from tests.attacks.attacker import innocent_stream, integer, named, stream, tensor, word
+from tests.attacks.attacker import innocent_stream, stream
 from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
@@ -107,63 +107,3 @@ def test_two_readers_of_one_zip(name: str, tmp_path: pathlib.Path) -> None:
         assert isinstance(found, dict)
         assert found["d"] == (1, (2.5, None))
     assert not folder.exists()
-
-
-def storage(key: str, kind: str, items: int) -> bytes:
-    return b"(" + word("storage") + named("torch", kind) + word(key) + word("cpu") + integer(items) + b"tQ"
-
-
-# Python's unpickler, torch's, and pickletools read, or may read, each of these differently.
-PROGRAMS: dict[str, bytes] = {
-    "names of Python 2": b"ccopy_reg\n_reconstructor\n(c__builtin__\nobject\n",
-    "a module with a space": b"ctorch Size\nx\n",
-    "a name with dots": b"ctorch\nSize.__class__\n",
-    "a name of nothing": b"ctorch\n\n",
-    "a name with a carriage return": b"ctorch\nSize\r\n",
-    "a name of another alphabet": "ctorch\n\uff33ize\n".encode(),
-    "the same storage twice, larger": storage("0", "FloatStorage", 1) + storage("0", "FloatStorage", 10**6) + b"\x86",
-    "the same storage as another class": b"("
-    + tensor(4, 1, items=4, storage="ByteStorage")
-    + tensor(10**6, 1, items=10**6, storage="DoubleStorage")
-    + b"t",
-    "a negative index of the memo": b"Nr\xff\xff\xff\xffh\xff",
-    "a text with a wrong length": b"X\xff\xff\xff\xffabc",
-    "a text of Python 2": b"U\x03abc",
-    "a number in words": b"I01\n",
-    "a number with an underscore": b"I1_000\n",
-    "a long number without an end": b"\x8b\xff\xff\xff\x7f1",
-    "a frame": b"\x95\x00\x00\x00\x00\x00\x00\x00\x00N",
-    "out of band": b"\x97",
-    "duplicated": b"]2\x86",
-    "popped": b"]]0",
-    "popped to a mark": b"](]1",
-    "an instance": b"(c__builtin__\nset\n]o",
-    "an old instance": b"(]i__builtin__\nset\n",
-    "a persistent name": b"Pabc\n",
-    "an extension": b"\x82\x01",
-    "a build of a list": b"]}b",
-    "items of a list": b"]K\x01K\x02s",
-    "a list as a persistent id": b"]Q",
-    "two values": b"NN",
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_one_program_for_three_machines(name: str) -> None:
-    """A program is refused, or gives a plain value from the top of the stack."""
-    count("attacks")
-    try:
-        found = decode_object("k", EncodedObject("torch", stream(PROGRAMS[name], d0=b"1234")))
-    except (CorruptCheckpointError, UnsafeObjectError):
-        return
-    assert name in ("a text of Python 2", "a number in words", "two values"), found
-    assert found in (None, "abc", True)
-
-
-def test_what_is_checked_is_what_is_loaded() -> None:
-    """A storage is loaded once, by its first use: a second, larger use does not evade its bounds."""
-    count("attacks")
-    program = b"(" + tensor(1, 1, items=1) + tensor(250_000, 1, items=250_000) + b"t"
-    for items in (1, 250_000):
-        with pytest.raises(CorruptCheckpointError):
-            decode_object("k", EncodedObject("torch", stream(program, d0=bytes(4 * items))))
