@@ -113,10 +113,8 @@ class Collective:
         cancelled, keys = outcome.leave(), outcome.keys
         if self._member.is_coordinator:
             unread = self._failure_detector.unread_keys(keys) if error is not None else []
-            verdicts = [keys.verdict] if outcome.has_met else []
-            self._member.note_left_keys(keys.number, [keys.failed, *verdicts, *self._answer_keys, *unread])
-            if not outcome.has_met:
-                self._member.note_verdict(keys.number, keys.verdict)
+            self._member.note_left_keys(keys.number, [keys.failed, *unread])
+            self._member.note_answers(keys.number, [keys.verdict, *self._answer_keys])
             if self._heartbeat is not None and self._heartbeat.is_asked:
                 self._heartbeat.enqueue(self._heartbeat.stop_asking)
             if error is not None and self._heartbeat is not None:

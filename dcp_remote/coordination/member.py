@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client, HelperClient
 
-# Operations that not all ranks came to, of which the coordinator's verdicts are kept: by these a rank that missed some
-# finds out how many.
+# Operations whose answers and verdicts are kept until all ranks meet again: a rank that is slow reads what it was sent,
+# and one that missed operations finds out how many.
 VERDICTS_KEPT = 64
 
 
@@ -40,7 +40,7 @@ class GroupMember:
         self._is_closed = False
         self._idle_client: HelperClient | None = None
         self._leftovers: dict[int, list[str]] = {}
-        self._verdicts: dict[int, str] = {}
+        self._answers: dict[int, list[str]] = {}
 
     def take_client(self) -> HelperClient:
         """Return a client for the thread of an operation: the idle one, or another."""
@@ -59,16 +59,19 @@ class GroupMember:
             client.close()
 
     def note_left_keys(self, operation: int, keys: Iterable[str]) -> None:
-        """Note keys that an operation may have left in the store; coordinator only. A single rank has no store."""
+        """Note keys that an operation has left in the store, and that other ranks do not read; coordinator only.
+
+        A single rank has no store.
+        """
         with self._lock:
             if self.world_size > 1:
                 self._leftovers.setdefault(operation, []).extend(keys)
 
-    def note_verdict(self, operation: int, key: str) -> None:
-        """Note the verdict on an operation that not all ranks came to, for ranks that come later; coordinator only."""
+    def note_answers(self, operation: int, keys: Iterable[str]) -> None:
+        """Note keys of an operation that other ranks may still have to read: answers, a verdict; coordinator only."""
         with self._lock:
             if self.world_size > 1:
-                self._verdicts[operation] = key
+                self._answers.setdefault(operation, []).extend(keys)
 
     def delete_left_keys(self, client: Client, before: int, *, have_all_come: bool = False) -> None:
         """Delete the keys that operations before number `before` left in the store.
@@ -76,12 +79,12 @@ class GroupMember:
         Args:
             client: Client of the store.
             before: Number of the first operation whose keys are kept.
-            have_all_come: All ranks are in operation `before`, or none will come to an earlier one: no verdict is kept.
+            have_all_come: All ranks are in operation `before`, or none will come to an earlier one. Else the answers
+                and verdicts of the last 64 operations are kept: some rank may not have read them.
         """
-        verdicts_before = before if have_all_come else before - VERDICTS_KEPT
+        answers_before = before if have_all_come else before - VERDICTS_KEPT
         with self._lock:
-            old = [key for number in _numbers_below(self._leftovers, before) for key in self._leftovers.pop(number)]
-            old += [self._verdicts.pop(number) for number in _numbers_below(self._verdicts, verdicts_before)]
+            old = [*_pop_below(self._leftovers, before), *_pop_below(self._answers, answers_before)]
         client.delete(old)
 
     def close(self) -> None:
@@ -93,5 +96,5 @@ class GroupMember:
             client.close()
 
 
-def _numbers_below(by_number: Iterable[int], limit: int) -> list[int]:
-    return [number for number in by_number if number < limit]
+def _pop_below(by_number: dict[int, list[str]], limit: int) -> list[str]:
+    return [key for number in sorted(by_number) if number < limit for key in by_number.pop(number)]

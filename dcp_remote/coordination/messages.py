@@ -9,9 +9,9 @@ Below the prefix of the group, for operation k, whose name has the digest w, and
     k/failed          the verdict of the first rank that failed or gave up
     k/verdict         the verdict of the coordinator, if the operation did not end with its answers
 
-When operation k + 2 is under way nothing of operation k is left, whether it failed or not, but for what a rank that
-was stopped posts when it goes on; and for the verdicts on the last 64 operations to which not all ranks came, which are
-deleted once all ranks have met in a later one.
+When all ranks have met in a later operation nothing of operation k is left, whether it failed or not, but for what a
+rank that was stopped posts when it goes on. Until then answers and verdicts are kept, for ranks that have not read
+them, of the last 64 operations; what only the coordinator reads is deleted when operation k + 2 is under way.
 """
 
 from __future__ import annotations

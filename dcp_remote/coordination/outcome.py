@@ -242,7 +242,7 @@ class Outcome:
         if is_coordinator:
             # For ranks that come later still; before they can read that this rank has another number.
             client.put_first(keys.verdict, data)
-            self._member.note_verdict(keys.number, keys.verdict)
+            self._member.note_answers(keys.number, [keys.verdict])
         if self._renumber(keys, keys.number + 1) and is_coordinator:
             others = range(1, self._member.world_size)
             operations = [keys, *map(keys.with_name, verdict.names)]

@@ -7,6 +7,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -429,6 +430,34 @@ def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
         assert "This rank is behind" in plain(slow.error)
+
+
+def test_an_answer_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads an answer when the coordinator has already left an operation that failed, and is in the third."""
+    has, read_all, is_third = Client.has, Client._read_all, threading.Event()
+
+    def noted(client: Client, keys: Sequence[str]) -> bool:
+        if any(key.startswith("3-") and "/in/" in key for key in keys):
+            is_third.set()
+        return has(client, keys)
+
+    def slow(client: Client, keys: list[str]) -> list[bytes] | None:
+        if any(key.startswith("1-") and "/out" in key for key in keys):
+            assert is_third.wait(30)
+        return read_all(client, keys)
+
+    def part(ranks: RankGroup) -> list[int]:
+        with join(ranks) as collective:
+            first = collective.gather(1, sum)
+        with pytest.raises(ValueError, match="boo"), join(ranks, "what fails on all ranks"):
+            raise ValueError("boo")
+        with join(ranks) as collective:
+            return [first, collective.gather(1, sum)]
+
+    monkeypatch.setattr(Client, "has", noted)
+    monkeypatch.setattr(Client, "_read_all", slow)
+    with rank_threads(2) as them:
+        assert [repr(result) for result in them.run(part)] == 2 * ["[2, 2]"]
 
 
 def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
