@@ -60,7 +60,7 @@ class CommandParser(argparse.ArgumentParser):
     `dcp-remote`. Where an argument is missing as well, argparse names that one alone.
     """
 
-    def add_arguments_of(self, command: Callable[..., None]) -> None:
+    def add_arguments_of(self, command: Callable[..., object]) -> None:
         """Add the arguments that the parameters of a command declare."""
         for parameter, declared in _find_arguments(command):
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, left
 
 
-def describe_options(command: Callable[..., None]) -> dict[str, str]:
+def describe_options(command: Callable[..., object]) -> dict[str, str]:
     """Return what to write in place of an argument that an error advises to pass, by the argument's name."""
     return {
         parameter.name: f"{_option_of(parameter, declared)} ({declared.settings['help']})"
@@ -95,7 +95,7 @@ def describe_options(command: Callable[..., None]) -> dict[str, str]:
     }
 
 
-def name_options(message: str, command: Callable[..., None]) -> str:
+def name_options(message: str, command: Callable[..., object]) -> str:
     """Return a message that names options of the command line in place of Python's arguments.
 
     These are a first word that is an option of the command, and entries of `storage_options`.
@@ -114,7 +114,7 @@ def name_options(message: str, command: Callable[..., None]) -> str:
     return _STORAGE_OPTION.sub(name_option, message)
 
 
-def _find_arguments(command: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Argument]]:
+def _find_arguments(command: Callable[..., object]) -> Iterator[tuple[inspect.Parameter, Argument]]:
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         for declared in getattr(parameter.annotation, "__metadata__", ()):
             yield parameter, declared

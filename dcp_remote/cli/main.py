@@ -1,6 +1,7 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
-Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong or refused call; 130 after Ctrl-C.
+Exit codes: 0 success; 1 the command has found what a script should know of, such as damage, or no checkpoint; 2 wrong
+or refused call; 3 the store failed, or the output; 130 after Ctrl-C. The reason is on standard error.
 """
 
 from __future__ import annotations
@@ -26,12 +27,19 @@ from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
 from dcp_remote.cli.transfer import export, import_
 from dcp_remote.common.text import escape_unprintable
-from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.errors import (
+    CommitUnknownError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    StorageError,
+)
 
-_FAILED, _USAGE = 1, 2
+_FOUND, _USAGE, _FAILED = 1, 2, 3
 
-# The first line of a command's docstring is its line of `dcp-remote --help`, the rest begins its own help.
-COMMANDS: Mapping[str, Callable[..., None]] = {
+# A command returns True if it has found what the exit code shall tell. The first line of its docstring is its line of
+# `dcp-remote --help`, the rest begins its own help.
+COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "ls": ls,
     "show": show,
     "import": import_,
@@ -58,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         with watch_interrupts(is_reading=name in _READING):
-            command(out, **options)
+            has_found = command(out, **options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -70,11 +78,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DcpRemoteError as error:
         error.reword(describe_options(command))
         _print_error(name_options(error.message, command) + str(error).removeprefix(error.message))
-        return _USAGE if isinstance(error, InvalidArgumentError) else _FAILED
+        return _code_of(error)
     except OSError as error:  # for example, the output goes to a full disk
         _print_error(str(error))
         return _FAILED
-    return 0
+    return _FOUND if has_found else 0
+
+
+def _code_of(error: DcpRemoteError) -> int:
+    if isinstance(error, InvalidArgumentError):
+        return _USAGE
+    # What is not there was found to be absent; any other failure of the store leaves the question open.
+    is_unknown = isinstance(error, StorageError | CommitUnknownError) and not isinstance(error, ObjectNotFoundError)
+    return _FAILED if is_unknown else _FOUND
 
 
 def _print_error(text: str) -> None:

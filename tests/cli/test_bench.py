@@ -122,13 +122,13 @@ def test_read_only_bucket(capsys: pytest.CaptureFixture[str]) -> None:
 
     with scripted_server(answer) as server:
         options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
-        assert main(["bench", "s3://bucket/run", *options, *BYTES]) == 1
+        assert main(["bench", "s3://bucket/run", *options, *BYTES]) == 3
     assert "AccessDenied" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 9])
 @pytest.mark.parametrize(
-    ("error", "code"), [(PermissionDeniedError("No."), 1), (StorageError("Broken."), 1), (KeyboardInterrupt(), 130)]
+    ("error", "code"), [(PermissionDeniedError("No."), 3), (StorageError("Broken."), 3), (KeyboardInterrupt(), 130)]
 )
 def test_failures_leave_no_objects(
     memory: MemoryStore, error: BaseException, code: int, after: int, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +151,7 @@ def test_objects_that_cannot_be_deleted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Deny deletions: the results are complete, a warning names the URL, and the exit code is 1."""
-    assert bench(KeepingStore(memory), monkeypatch, "--json") == 1
+    assert bench(KeepingStore(memory), monkeypatch, "--json") == 3
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["measured"]["up"]) == len(PARALLEL)
     assert "Some objects could not be deleted" in captured.err
@@ -177,7 +177,7 @@ def test_server_that_ignores_conditions_is_a_failure(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measurements are printed all the same; exit code 1."""
-    assert bench(Lenient(memory), monkeypatch) == 1
+    assert bench(Lenient(memory), monkeypatch) == 3
     captured = capsys.readouterr()
     assert "conditional writes do NOT work" in captured.out
     assert "Upload: " in captured.out
@@ -198,7 +198,7 @@ def test_store_without_compare_and_swap_is_a_failure(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs cannot be saved there."""
-    assert bench(Swapless(memory), monkeypatch) == 1
+    assert bench(Swapless(memory), monkeypatch) == 3
     assert "cannot hold runs" in capsys.readouterr().err
 
 
@@ -256,7 +256,7 @@ def test_interruptions_leave_no_objects(*, is_closed: bool) -> None:
                 process.stdout.close()
             else:
                 process.send_signal(signal.SIGINT)
-            assert process.wait(60) == (1 if is_closed else 130)
+            assert process.wait(60) == (3 if is_closed else 130)
         assert server.counts().operations["PutObject"] > 6
         assert list(open_store("s3://bench", server.storage_options).list()) == []
 

@@ -141,7 +141,7 @@ def test_prints_json(cli: CommandLine, run: Path) -> None:
 def test_prints_no_json_on_failure(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse deletions."""
     monkeypatch.setattr("dcp_remote.cli.gc.open_store", open_with(KeepingStore))
-    shown = cli.run("gc", run, "--grace-hours", "0", "--delete", "--json", code=1)
+    shown = cli.run("gc", run, "--grace-hours", "0", "--delete", "--json", code=3)
     assert shown.out == ""
     assert "An injected" in shown.err
 

@@ -62,7 +62,7 @@ def test_a_secret_of_digits_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("dcp_remote.cli.ls.open_store", open_store)
     options = ["aws_secret_access_key=123", "connect_timeout_seconds=2.5", "verify=False", "key=a=b"]
-    assert main(["ls", "s3://bucket/run", *(f"--option={option}" for option in options)]) == 1
+    assert main(["ls", "s3://bucket/run", *(f"--option={option}" for option in options)]) == 3
     assert seen == {"aws_secret_access_key": "123", "connect_timeout_seconds": 2.5, "verify": False, "key": "a=b"}
 
 

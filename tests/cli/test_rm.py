@@ -121,12 +121,12 @@ def test_objects_that_cannot_be_deleted(cli: CommandLine, run: Path, monkeypatch
     """Deny deletions: the checkpoint is gone, the reasons are printed, and the error names gc."""
     begin(LocalStore(run), 9)
     monkeypatch.setattr("dcp_remote.cli.rm.open_store", open_with(KeepingStore))
-    shown = cli.run("rm", run, "--step", "1", "--yes", code=1)
+    shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
     assert live(run) == [2, 3]
     assert "deleted step 1 (0 objects)" in shown.out
     assert shown.out.count(r"An injected\n403.") == 3
     assert "dcp-remote gc" in shown.err.splitlines()[-1]
-    assert cli.run("rm", run, "--step", "2", "--yes", "--force", "--json", code=1).out == ""
+    assert cli.run("rm", run, "--step", "2", "--yes", "--force", "--json", code=3).out == ""
 
 
 def test_objects_beyond_the_first_refusal_are_counted(
@@ -135,6 +135,6 @@ def test_objects_beyond_the_first_refusal_are_counted(
     """Deny deletions, an object per request: one request is sent, and the error counts the objects of all requests."""
     monkeypatch.setattr("dcp_remote.cli.rm.open_store", open_with(KeepingStore))
     monkeypatch.setattr(Deletions, "delete", partialmethod(Deletions.delete, batch=1))
-    shown = cli.run("rm", run, "--step", "1", "--yes", code=1)
+    shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
     assert shown.out.count("An injected") == 1
     assert "failed=1 left=2" in shown.err
