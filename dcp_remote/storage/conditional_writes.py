@@ -71,6 +71,19 @@ def require_conditional_writes(
     if server is None or all((server, header) in _proven for header in wanted):
         return
 
+    probe_conditional_writes(store, deadline, swaps=swaps, server=server, sleep=sleep)
+    _proven.update((server, header) for header in wanted)
+
+
+def probe_conditional_writes(
+    store: ObjectStore,
+    deadline: Deadline,
+    *,
+    swaps: bool,
+    server: str = "",
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Send puts that the server has to refuse, whatever is known of it; costs and raises like the function above."""
     key = f"{PROBES_PREFIX}{uuid.uuid4().hex}"
 
     def refuses(condition: Condition) -> bool:
@@ -84,7 +97,6 @@ def require_conditional_writes(
             raise _ignored("If-Match", store, server)
     finally:
         _delete(store, key, deadline)
-    _proven.update((server, header) for header in wanted)
 
 
 def _refuses(
@@ -117,5 +129,5 @@ def _ignored(header: str, store: ObjectStore, server: str) -> StorageError:
         f"The server ignores the condition of a write ({header}), so jobs could overwrite each other's checkpoints "
         "unnoticed; no checkpoint was written. Update the server to one with conditional PUTs, or save elsewhere.",
         url=store.url,
-        server=server,
+        server=server or None,
     )

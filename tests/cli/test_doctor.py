@@ -1,0 +1,448 @@
+"""Tests of `dcp-remote doctor` through its command line: each cause is named, nothing is left, no secret is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import boto3
+import jsonschema
+import pytest
+
+from dcp_remote.cli import main
+from dcp_remote.errors import PermissionDeniedError
+from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_store
+from dcp_remote.storage.base import Condition
+from dcp_remote.storage.checks import StoreChecks
+from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.testing import servers
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.wrappers import FaultyStore, RecordingStore, matching
+from tests.support.command_line import CommandLine
+
+SCHEMA = json.loads((Path(__file__).parent / "schemas" / "doctor.json").read_text())
+SECRETS = ("AKIARECOGNIZABLE", "secret/of+the=tests", "token/of+the=tests", "user-of-proxy", "password-of-proxy")
+STORE = ["put", "get", "head", "list", "conditional writes", "latency", "throughput", "delete"]
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Take the user's configuration of AWS away, and the request for credentials of an instance."""
+    nowhere = tmp_path_factory.mktemp("configuration")
+    for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(nowhere / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(nowhere / "credentials"))
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore(f"doctor-{os.urandom(4).hex()}")
+
+
+class Report:
+    """Document of a report, by the names of its checks."""
+
+    def __init__(self, text: str) -> None:
+        document = json.loads(text)
+        jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
+        assert len({check["name"] for check in document["checks"]}) == len(document["checks"])
+        self.checks: dict[str, dict[str, str]] = {check["name"]: check for check in document["checks"]}
+        assert document["failed"] == len(self.named("fail"))
+        assert document["warnings"] == len(self.named("warn"))
+
+    def named(self, state: str) -> list[str]:
+        return [name for name, check in self.checks.items() if check["state"] == state]
+
+    def shown(self, name: str) -> str:
+        """Return state, fact and cure of a check."""
+        check = self.checks[name]
+        return f"{check['state']} {check['fact']}. {check['cure']}"
+
+
+Examine = Callable[..., Report]
+
+
+@pytest.fixture
+def examine(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """Return a function that examines a URL, or a store at its place."""
+
+    def run(url: object, *options: str, code: int = 0, store: ObjectStore | None = None) -> Report:
+        if store is not None:
+            monkeypatch.setattr("dcp_remote.cli.doctor.open_store", lambda url, options: store)
+        return Report(cli.run("doctor", url, *options, "--json", code=code).out)
+
+    return run
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Create a bucket on the server, which the environment names."""
+    name = f"doctor-{os.urandom(4).hex()}"
+    s3_server.create_bucket(name)
+    for variable, value in (("ENDPOINT_URL", s3_server.endpoint_url), ("ACCESS_KEY_ID", SECRETS[0])):
+        monkeypatch.setenv(f"AWS_{variable}", value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS[1])
+    return name
+
+
+def client_of(server: S3Server) -> Any:
+    return boto3.client("s3", **server.storage_options)  # type: ignore[call-overload]  # by boto3's own names
+
+
+def keys_of(bucket: str) -> list[str]:
+    return [info.key for info in open_store(f"s3://{bucket}").list()]
+
+
+# ---- healthy stores
+
+
+def test_a_healthy_folder(cli: CommandLine, examine: Examine, tmp_path: Path) -> None:
+    """Examine a folder that does not exist: a line for each check; no folder is left."""
+    report = examine(tmp_path / "new" / "run")
+    assert list(report.checks)[:-5] == ["url", "file system", "free space", *STORE]
+    assert (report.named("fail"), report.named("skip")) == ([], [])
+    assert list(tmp_path.iterdir()) == []
+    lines = cli.run("doctor", tmp_path / "new" / "run").lines
+    assert len(lines) == len(report.checks) + 2
+    assert lines[0] == f"ok    url                 file://{tmp_path}/new/run"
+    assert lines[-1].startswith("0 failed, ")
+
+
+def test_a_healthy_bucket(examine: Examine, bucket: str, s3_server: S3Server) -> None:
+    """Examine a bucket of moto: all is well, sources of settings are named, and no object is left."""
+    report = examine(f"s3://{bucket}/run", "--region", "us-east-1")
+    assert [*report.named("fail"), *report.named("skip")] == []
+    assert report.shown("endpoint").startswith(f"ok {s3_server.endpoint_url}, from the environment (AWS_ENDPOINT_URL);")
+    assert "region us-east-1, from the options" in report.shown("endpoint")
+    assert "from the environment (AWS_ACCESS_KEY_ID); the server accepts them" in report.shown("credentials")
+    assert keys_of(bucket) == []
+
+
+def test_cost(examine: Examine, memory: MemoryStore) -> None:
+    """Count requests and bytes: as the documentation says."""
+    recording = RecordingStore(memory)
+    examine("memory://doctor", store=recording)
+    assert recording.count() <= 25
+    assert 2 * 8 * 2**20 <= recording.size_bytes() < 2 * 8 * 2**20 + 20_000
+    assert list(memory.list()) == []
+
+
+# ---- permissions, and what a store does wrong
+
+
+@pytest.mark.parametrize("verb", ["put", "get", "head", "list", "delete"])
+def test_each_permission_is_examined_by_itself(examine: Examine, memory: MemoryStore, verb: str) -> None:
+    """Deny one verb: its check alone names its permission; DELETE is a warning, and says what stays."""
+
+    def deny() -> PermissionDeniedError:
+        return PermissionDeniedError("The store refused the request.", code="AccessDenied")
+
+    def is_denied(asked: str, key: str, number: int) -> bool:
+        return asked == verb or (asked, verb) == ("get_into", "get")
+
+    store = FaultyStore(memory, [matching(is_denied, "request", persistent=True, error=deny)])
+    report = examine("memory://doctor", store=store, code=int(verb != "delete"))
+    others = {"put": ["conditional writes", "throughput"], "get": ["conditional writes", "throughput"]}
+    broken = [*report.named("fail"), *report.named("warn")]
+    assert sorted(set(broken) & set(STORE)) == sorted([verb, *others.get(verb, [])])
+    assert "(AccessDenied)" in report.shown(verb)
+    assert report.named("skip") == []
+    left = [info.key for info in memory.list()]
+    if verb == "delete":
+        assert f"{len(left) - 1} objects stay below " in report.shown("delete")  # one of the probe of conditions
+    else:
+        assert left == []
+
+
+def test_permissions_are_named_as_the_cloud_does() -> None:
+    """The cures of S3, Google Cloud and Azure, each with its purpose."""
+    grants = {
+        scheme: {check.name: check.grant for check in StoreChecks(MemoryStore("x"), scheme).checks()}  # type: ignore[arg-type]
+        for scheme in ("s3", "gs", "az")
+    }
+    assert grants["s3"]["put"] == "Grant s3:PutObject: saves need it."
+    assert grants["s3"]["list"].startswith("Grant s3:ListBucket: gc and recover need it")
+    assert "storage.objects.create" in grants["gs"]["put"]
+    assert "Storage Blob Data Contributor" in grants["az"]["get"]
+
+
+class Lenient(WrappedStore):
+    """Store of a server that ignores conditions."""
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        return self._store.put(key, buffers)
+
+
+class Strict(WrappedStore):
+    """Store of a server that refuses each comparison of versions, as Ceph 16 does for ETags in quotes."""
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        condition = Version(etag='"other"') if isinstance(condition, Version) else condition
+        return self._store.put(key, buffers, condition=condition)
+
+
+class WebPage(WrappedStore):
+    """Store of an endpoint that answers each read with a web page."""
+
+    def get(self, key: str, *, limit_bytes: int) -> Any:
+        from dcp_remote.storage import Content
+
+        return Content(b"<html>", Version(etag='"1"'))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "name", "says"),
+    [
+        (Lenient, "conditional writes", "ignores the condition of a write (If-None-Match)"),
+        (Strict, "conditional writes", "--option etag_quotes=false"),
+        (WebPage, "get", "the answer is not what was written. Check that the endpoint"),
+    ],
+)
+def test_wrong_behaviour(
+    examine: Examine, memory: MemoryStore, wrapper: type[WrappedStore], name: str, says: str
+) -> None:
+    """Examine stores that answer well, and do something else."""
+    report = examine("memory://doctor", store=wrapper(memory), code=1)
+    assert name in report.named("fail")
+    assert says in report.shown(name)
+    assert list(memory.list()) == []
+
+
+def test_a_store_that_falls_silent_ends_the_requests(
+    examine: Examine, memory: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lose the answer of each GET: it is reported once; what was put before is deleted."""
+    monkeypatch.setattr("dcp_remote.storage.checks._REQUEST_SECONDS", 0.05)
+    lost = matching(lambda verb, key, number: verb == "get", "response", persistent=True)
+    report = examine("memory://doctor", store=FaultyStore(memory, [lost]), code=1)
+    assert report.named("fail") == ["get"]
+    assert report.named("skip") == STORE[2:]
+    assert list(memory.list()) == []
+
+
+@pytest.mark.parametrize("key", ["object", "swapped", "large"])
+def test_after_an_interruption_nothing_is_left(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """Press Ctrl-C when an object has been written and its answer has not come."""
+    is_hit = matching(
+        lambda verb, asked, number: verb == "put" and asked.endswith(key), "response", error=KeyboardInterrupt
+    )
+    monkeypatch.setattr("dcp_remote.cli.doctor.open_store", lambda url, options: FaultyStore(memory, [is_hit]))
+    assert main(["doctor", "memory://doctor"]) == 130
+    assert list(memory.list()) == []
+
+
+# ---- the way to a bucket
+
+
+def test_a_missing_bucket(examine: Examine, bucket: str, cli: CommandLine) -> None:
+    """The cure is the command that creates it; in text, what was skipped is one line."""
+    report = examine(f"s3://{bucket}-x/run", code=1)
+    assert report.named("fail") == ["bucket"]
+    assert f"Create it (`aws s3 mb s3://{bucket}-x" in report.shown("bucket")
+    assert report.shown("put") == "skip not checked, since bucket failed. "
+    lines = cli.run("doctor", f"s3://{bucket}-x/run", code=1).lines
+    skipped = [line for line in lines if line.startswith("skip")]
+    names = ["lifecycle", "versions", "object lock", "unfinished uploads", *STORE]
+    assert skipped == [f"skip  {', '.join(names)}: not checked, since bucket failed"]
+
+
+def test_where_the_way_ends(examine: Examine, bucket: str, s3_server: S3Server) -> None:
+    """A name that nothing has, a closed port, TLS with a server of plain http, an unknown profile, a wrong URL."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and not listening
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        cases = {
+            "name": ("--endpoint-url", "http://no-such-host.invalid", "no-such-host.invalid is unknown"),
+            "connection": ("--endpoint-url", closed, "Connection refused"),
+            "answer": ("--endpoint-url", s3_server.endpoint_url.replace("http", "https"), "it speaks plain http"),
+            "endpoint": ("--profile", "absent", "(The config profile (absent) could not be found)"),
+        }
+        for name, (option, value, says) in cases.items():
+            report = examine(f"s3://{bucket}/run", option, value, code=1)
+            assert report.named("fail") == [name]
+            assert says in report.shown(name)
+    report = examine(f"s3:/{bucket}/run", code=1)
+    assert "The URL is misspelled" in report.shown("url")
+    assert "open files" in report.checks
+
+
+def test_a_silent_server(examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_remote.storage.cloud.checks._REQUEST_SECONDS", (0.2, 0.2))
+    with scripted_server(lambda request: HttpAnswer(silent=True)) as server:
+        report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
+    assert report.named("fail") == ["answer"]
+
+
+@pytest.mark.parametrize(
+    ("offset_seconds", "says"),
+    [(3600, r"fail .* 60 min behind the server"), (-300, r"warn .* 5 min ahead of the server"), (30, r"ok .* agree")],
+)
+def test_the_clock(
+    examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch, offset_seconds: int, says: str
+) -> None:
+    """Examine servers whose time is another."""
+    monkeypatch.setattr(
+        servers._Handler, "date_time_string", lambda self: formatdate(time.time() + offset_seconds, usegmt=True)
+    )
+    with scripted_server(lambda request: refusal("AccessDenied")) as server:
+        report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
+    assert re.match(says, report.shown("clock"))
+
+
+def refusal(code: str, echo: str = "") -> HttpAnswer:
+    text = f"<Error><Code>{code}</Code><Message>Refused: {echo}</Message></Error>"
+    return HttpAnswer(status=403, body=text.encode(), headers={"Content-Type": "application/xml"})
+
+
+def test_a_server_that_permits_nothing(examine: Examine, bucket: str) -> None:
+    """Each grant that lacks is named; rules that may not be read are no failure."""
+    with scripted_server(lambda request: refusal("AccessDenied")) as server:
+        report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
+    assert report.shown("lifecycle").startswith("skip could not be read (AccessDenied); s3:GetLifecycleConfiguration")
+    assert report.named("skip") == ["lifecycle", "versions", "object lock", "unfinished uploads"]
+    for verb, action in (
+        ("put", "PutObject"),
+        ("get", "GetObject"),
+        ("list", "ListBucket"),
+        ("delete", "DeleteObject"),
+    ):
+        assert f"Grant s3:{action}: " in report.shown(verb)
+    assert report.checks["delete"]["state"] == "warn"
+
+
+def test_wrong_credentials(examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused ones, none at all, and temporary ones whose expiry nobody knows."""
+    with scripted_server(lambda request: refusal("InvalidAccessKeyId")) as server:
+        report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
+    assert report.named("fail") == ["credentials"]
+    assert "The store does not know this access key (InvalidAccessKeyId). Give keys" in report.shown("credentials")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", SECRETS[2])
+    assert "warn from the environment" in examine(f"s3://{bucket}/run").shown("credentials")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert "No credentials were found" in examine(f"s3://{bucket}/run", code=1).shown("credentials")
+
+
+# ---- rules of the bucket
+
+
+def test_lifecycle_rules(examine: Examine, bucket: str, s3_server: S3Server) -> None:
+    """Rules over the run, below it, beside it, for tagged objects, disabled, and one that archives."""
+    rule = {"ID": "old", "Status": "Enabled", "Expiration": {"Days": 30}, "Filter": {"Prefix": "run/"}}
+    archive = {"Transitions": [{"Days": 1, "StorageClass": "DEEP_ARCHIVE"}], "Filter": {"Prefix": ""}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        (rule, "fail objects below this URL expire by the lifecycle rule 'old'"),
+        ({**rule, "Filter": {"Prefix": "run/shards/"}}, "fail objects below this URL expire"),
+        ({**rule, "Filter": {"Prefix": "running/"}}, "ok"),
+        ({**rule, "Filter": {"Tag": {"Key": "a", "Value": "b"}}}, "ok"),
+        ({**rule, "Status": "Disabled"}, "ok"),
+        ({"ID": "cold", "Status": "Enabled", **archive}, "fail objects below this URL are archived"),
+    ]
+    for given, says in cases:
+        client_of(s3_server).put_bucket_lifecycle_configuration(
+            Bucket=bucket, LifecycleConfiguration={"Rules": [given]}
+        )
+        report = examine(f"s3://{bucket}/run", code=int(says.startswith("fail")))
+        assert report.shown("lifecycle").startswith(says), given
+
+
+def test_old_versions_locks_and_unfinished_uploads(
+    examine: Examine, bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a warning, until a rule ends it."""
+    client = client_of(s3_server)
+    locked = f"{bucket}-locked"
+    client.create_bucket(Bucket=locked, ObjectLockEnabledForBucket=True)
+    client.put_object_lock_configuration(
+        Bucket=locked,
+        ObjectLockConfiguration={
+            "ObjectLockEnabled": "Enabled",
+            "Rule": {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 7}},
+        },
+    )
+    with monkeypatch.context() as patched:
+        # moto refuses a PUT into such a bucket, for a header that S3 does not need beside a checksum.
+        patched.setattr("dcp_remote.storage.checks._REQUEST_SECONDS", 0.05)
+        report = examine(f"s3://{locked}/run", code=1)
+    assert "warn each new object is locked for 7 days (GOVERNANCE)" in report.shown("object lock")
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    client.create_multipart_upload(Bucket=bucket, Key="run/shards/0")
+    report = examine(f"s3://{bucket}/run")
+    assert {"versions", "unfinished uploads"} <= set(report.named("warn"))
+    rule = {
+        "ID": "tidy",
+        "Status": "Enabled",
+        "Filter": {"Prefix": ""},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+    report = examine(f"s3://{bucket}/run")
+    assert not {"versions", "unfinished uploads"} & set(report.named("warn"))
+    assert keys_of(bucket) == []
+
+
+# ---- the report
+
+
+@pytest.mark.parametrize("source", ["options", "environment", "profile"])
+def test_no_secret_is_shown(
+    cli: CommandLine, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str
+) -> None:
+    """Put secrets everywhere, and let the server echo what it got, in its answers to what is signed or not."""
+    key, secret, token, user, password = SECRETS
+    names = {"aws_access_key_id": key, "aws_secret_access_key": secret, "aws_session_token": token}
+    options: list[str] = []
+    for name, value in names.items():
+        monkeypatch.delenv(name.upper(), raising=False)
+        if source == "environment":
+            monkeypatch.setenv(name.upper(), value)
+        options += ["--option", f"{name}={value}"] if source == "options" else []
+    if source == "profile":
+        credentials = tmp_path / "credentials"
+        credentials.write_text("[mine]\n" + "".join(f"{name}={value}\n" for name, value in names.items()))
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+        options += ["--profile", "mine"]
+
+    shown = []
+    for code in ("InvalidAccessKeyId", "AccessDenied"):
+
+        def echo(request: HttpRequest, code: str = code) -> HttpAnswer:
+            return refusal(code, f"{SECRETS} {request.path} {request.headers}")
+
+        with scripted_server(echo) as server:
+            arguments = ["doctor", f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, *options]
+            shown += [cli.run(*arguments, *more, code=1) for more in ([], ["--json"])]
+    monkeypatch.setenv("HTTP_PROXY", f"http://{user}:{password}@127.0.0.1:9")
+    arguments = ["doctor", f"s3://{bucket}/run", "--endpoint-url", "http://storage.invalid", *options]
+    proxied = [cli.run(*arguments, *more, code=1) for more in ([], ["--json"])]
+    assert "requests go through …@127.0.0.1:9" in proxied[0].out
+    for text in [text for one in [*shown, *proxied] for text in (one.out, one.err)]:
+        assert [secret for secret in (*SECRETS, "X-Amz-") if secret in text] == []
+
+
+def test_the_machine(examine: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A low limit of open files, and an environment without torch: warnings, and no failure."""
+
+    def without_torch(package: str) -> str:
+        if package == "torch":
+            raise PackageNotFoundError(package)
+        return version(package)
+
+    from importlib.metadata import PackageNotFoundError, version
+
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr("dcp_remote.common.machine.version", without_torch)
+    report = examine(tmp_path)
+    assert {"open files", "torch"} <= set(report.named("warn"))
+    assert "`ulimit -n 65536`" in report.shown("open files")
+    assert "dcp-remote " in report.shown("packages")
