@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -66,6 +66,7 @@ class S3Checks:
         self._date = ""  # of an answer of the server; empty if it sent none
         self._asked_seconds = (0.0, 0.0)  # when the request for it was sent and answered, by this machine's clock
         self._diagnosis: CloudError | None = None
+        self._client: Any = None  # of botocore, once it is used
         self._rules: Sequence[Mapping[str, Any]] | None = None  # of lifecycle, for this prefix; None if unread
 
     def checks(self) -> Sequence[Check]:
@@ -211,22 +212,19 @@ class S3Checks:
 
     def _check_credentials(self) -> Finding:
         """Find credentials, and let the server judge them, and the bucket, by a GET of an absent object."""
-        if self._options.anon:
-            source, expiry = "none, by the option anon", None
-        else:
-            credentials = find_credentials(self._endpoint, self._bucket)
-            is_temporary = credentials.get_frozen_credentials().token is not None
-            source = f"from {_SOURCES.get(credentials.method) or f'{credentials.method}, {self._profile}'}"
-            expiry = getattr(credentials, "_expiry_time", None)  # private; of those that botocore renews
+        credentials = None if self._options.anon else find_credentials(self._endpoint, self._bucket)
+        is_temporary = credentials is not None and credentials.get_frozen_credentials().token is not None
         self._diagnosis = self._provider.diagnose(self._prefix)
         if isinstance(self._diagnosis, PermissionDeniedError | TransientStorageError):
             raise self._diagnosis
-        fact = f"{source}; the server accepts them"
-        if self._options.anon:
-            return Finding("ok", source)
+        if credentials is None:
+            return Finding("ok", "none, by the option anon")
+        source = _SOURCES.get(credentials.method) or f"{credentials.method}, {self._profile}"
+        fact = f"from {source}; the server accepts them"
+        expiry = getattr(credentials, "_expiry_time", None)  # private; of those that botocore renews
         if isinstance(expiry, datetime):
-            left = human_seconds(max(timedelta(), expiry - datetime.now(UTC)).total_seconds())
-            return Finding("ok", f"{fact}; renewed, and valid for {left} now")
+            left_seconds = max(0.0, (expiry - datetime.now(UTC)).total_seconds())
+            return Finding("ok", f"{fact}; renewed, and valid for {human_seconds(left_seconds)} now")
         if is_temporary:
             cure = "Use a role or a profile that renews them, if the training runs for longer than they are valid."
             return Finding("warn", f"{fact}; temporary, with an expiry that is not known", cure)
@@ -241,16 +239,14 @@ class S3Checks:
 
     def _read(self, operation: str, action: str, absent: str = "", **parameters: object) -> Mapping[str, Any]:
         """Read a part of the bucket's configuration; empty if the answer has the error code `absent`."""
-        connect_seconds, read_seconds = _REQUEST_SECONDS
-        client = create_signing_client(
-            self._endpoint,
-            self._options,
-            connect_timeout=connect_seconds,
-            read_timeout=read_seconds,
-            retries={"total_max_attempts": 1},
-        )
+        if self._client is None:
+            connect_seconds, read_seconds = _REQUEST_SECONDS
+            limits = {"connect_timeout": connect_seconds, "read_timeout": read_seconds}
+            self._client = create_signing_client(
+                self._endpoint, self._options, retries={"total_max_attempts": 1}, **limits
+            )
         try:
-            answer: Mapping[str, Any] = getattr(client, operation)(Bucket=self._bucket, **parameters)
+            answer: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
             if code != absent:
@@ -258,8 +254,6 @@ class S3Checks:
             return {}
         except FAILURES as error:
             raise SkippedError(f"could not be read ({type(error).__name__})") from None
-        finally:
-            client.close()
         return answer
 
     def _read_rules(self) -> Sequence[Mapping[str, Any]]:
