@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from importlib.metadata import version
 
@@ -28,18 +28,19 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
     """Check what a training needs before it writes here.
 
     Prints a line for each check of configuration, network, credentials, permissions, rules of the bucket and this
-    machine, and a cure for each that fails. Sends about 30 requests, and 8 MiB in each direction, below a fresh prefix
-    that is deleted at the end, also after Ctrl-C. Reports no secret. The exit code is 1 if a check has failed; a server
-    that does not answer is reported within seconds.
+    machine, and a cure for each that fails. Sends about 30 requests, and 8 MiB in each direction, below a fresh prefix,
+    whose objects are deleted at the end, also after Ctrl-C. Reports no secret. The exit code is 1 if a check has
+    failed; a server that does not answer is reported within seconds.
     """
     findings: list[Finding] = []
-    for finding in _examine(url, storage_options or {}):
-        # Errors name Python's arguments, and quote what a user or a server wrote.
-        fact, cure = (redact(name_options(text, doctor), ()) for text in (finding.fact, finding.cure))
-        findings.append(replace(finding, fact=fact, cure=cure))
-        if finding.state != "skip":
-            label = f"{_LABELS[finding.state]:<4}  {finding.name:<{_NAME_CHARACTERS}}"
-            out.say(f"{label}  {fact}. {cure}" if cure else f"{label}  {fact}")
+    with closing(_examine(url, storage_options or {})) as examined:  # so that its objects are deleted in any case
+        for finding in examined:
+            # Errors name Python's arguments, and quote what a user or a server wrote.
+            fact, cure = (redact(name_options(text, doctor), ()) for text in (finding.fact, finding.cure))
+            findings.append(replace(finding, fact=fact, cure=cure))
+            if finding.state != "skip":
+                label = f"{_LABELS[finding.state]:<4}  {finding.name:<{_NAME_CHARACTERS}}"
+                out.say(f"{label}  {fact}. {cure}" if cure else f"{label}  {fact}")
     skipped = [finding for finding in findings if finding.state == "skip"]
     for fact in dict.fromkeys(finding.fact for finding in skipped):
         out.say(f"skip  {', '.join(finding.name for finding in skipped if finding.fact == fact)}: {fact}")
@@ -57,7 +58,7 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
     return failed > 0
 
 
-def _examine(url: str, options: Mapping[str, object]) -> Iterator[Finding]:
+def _examine(url: str, options: Mapping[str, object]) -> Generator[Finding, None, None]:
     try:
         store = open_store(url, options)
     except InvalidArgumentError as error:
@@ -69,7 +70,7 @@ def _examine(url: str, options: Mapping[str, object]) -> Iterator[Finding]:
     yield from run_checks(machine_checks())
 
 
-def _examine_store(store: ObjectStore, url: str, options: Mapping[str, object]) -> Iterator[Finding]:
+def _examine_store(store: ObjectStore, url: str, options: Mapping[str, object]) -> Generator[Finding, None, None]:
     parsed = parse_url(url)
     probes = StoreChecks(store, parsed.scheme)
     checks: list[Check] = []

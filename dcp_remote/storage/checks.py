@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.findings import Check, Finding, explain_error
+from dcp_remote.common.findings import Check, Finding, SkippedError, explain_error
 from dcp_remote.common.machine import check_space
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.errors import ConditionFailedError, ObjectNotFoundError, PermissionDeniedError, StorageError
@@ -37,16 +37,24 @@ _LATENCY_REQUESTS = 5
 # Less than a checkpoint of a small model with its optimizer.
 _FREE_BYTES_MIN = 10 * GiB
 
-# Permissions of a verb; those of Azure are one role.
-_PERMISSIONS: dict[str, dict[str, str]] = {
-    "s3": {"put": "s3:PutObject", "get": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
-    "gs": {verb: f"storage.objects.{verb}" for verb in ("get", "list", "delete")} | {"put": "storage.objects.create"},
-    "az": dict.fromkeys(("put", "get", "list", "delete"), "the role Storage Blob Data Contributor"),
+# Permission by verb and scheme; that of Azure is a role. HEAD has that of GET.
+_PERMISSIONS = {
+    "put": {"s3": "s3:PutObject", "gs": "storage.objects.create"},
+    "get": {"s3": "s3:GetObject", "gs": "storage.objects.get"},
+    "list": {"s3": "s3:ListBucket", "gs": "storage.objects.list"},
+    "delete": {"s3": "s3:DeleteObject", "gs": "storage.objects.delete"},
+}
+_ROLES = {"az": "the role Storage Blob Data Contributor", "file": "this user write access to the folder"}
+_PURPOSES = {
+    "put": "saves need it",
+    "get": "restores need it, and saves to read the catalog",
+    "list": "gc and recover need it, and without it a store may deny that an object is absent",
+    "delete": "retention, rm and gc need it, and nothing else",
 }
 
 
 class StoreChecks:
-    """Checks that write, read, list and delete objects below a fresh prefix, `url`.
+    """Checks that write, read, list and delete objects below a fresh prefix.
 
     Costs about 25 requests, and 8 MiB in each direction. `clean` deletes what the checks have left.
     """
@@ -54,29 +62,18 @@ class StoreChecks:
     def __init__(self, store: ObjectStore, scheme: Scheme) -> None:
         """Choose the prefix; nothing is sent."""
         self._place = store.child(f"{PROBES_PREFIX}doctor-{secrets.token_hex(8)}")
-        self._permissions = _PERMISSIONS.get(scheme, {})
+        self._scheme = scheme
         self._keys: list[str] = []
         self._body = b""  # of the object that was put; empty if it could not be put
-
-    @property
-    def url(self) -> str:
-        """URL of the fresh prefix."""
-        return self._place.url
 
     def checks(self) -> Sequence[Check]:
         """Return the checks, in their order."""
         return (
-            Check("put", self._check_put, grant=self._grant("put", "saves need it")),
-            Check("get", self._check_get, grant=self._grant("get", "restores need it, and saves to read the catalog")),
-            Check(
-                "head", self._check_head, grant=self._grant("get", "a HEAD asks for it, before shards are used again")
-            ),
-            Check(
-                "list",
-                self._check_list,
-                grant=self._grant("list", "gc and recover need it, and the first save of a run"),
-            ),
-            Check("conditional writes", self._check_conditions, grant=self._grant("put", "commits need it")),
+            Check("put", self._check_put, grant=self._grant("put")),
+            Check("get", self._check_get, grant=self._grant("get")),
+            Check("head", self._check_head, grant=self._grant("get")),
+            Check("list", self._check_list, grant=self._grant("list")),
+            Check("conditional writes", self._check_conditions),
             Check("latency", self._check_latency),
             Check("throughput", self._check_throughput),
             Check("delete", self._check_delete),
@@ -87,13 +84,14 @@ class StoreChecks:
         if failed := self._delete():
             logger.warning(
                 "Objects of the checks may be left. Delete everything below this URL. url=%s objects=%d cause=%s",
-                self.url,
+                self._place.url,
                 len(failed),
                 next(iter(failed.values())),
             )
 
-    def _grant(self, verb: str, purpose: str) -> str:
-        return f"Grant {self._permissions.get(verb, 'the permission in the file system')}: {purpose}."
+    def _grant(self, verb: str) -> str:
+        permission = _PERMISSIONS[verb].get(self._scheme) or _ROLES.get(self._scheme, "it")
+        return f"Grant {permission}: {_PURPOSES[verb]}."
 
     def _retry(self, seconds: float | None = None) -> ObjectStore:
         return RetryingStore(self._place, Deadline(_REQUEST_SECONDS if seconds is None else seconds))
@@ -155,6 +153,7 @@ class StoreChecks:
             what, _, advice = refusal.partition("; ")
             cure = f"{advice[:1].upper()}{advice[1:]}." if advice else "Save runs to another store."
             return Finding("fail", what or "this store replaces no object on a condition", cure)
+        self._require_put()
         probe_conditional_writes(self._place, Deadline(_REQUEST_SECONDS), swaps=True)
         self._keys.append("swapped")
         version = self._place.put("swapped", [b"first"], condition="absent")
@@ -163,8 +162,9 @@ class StoreChecks:
         except ConditionFailedError:
             cure = "Update the server; for Ceph before version 17 pass storage_options['etag_quotes'] = False."
             return Finding("fail", "a write is refused although its condition (If-Match) holds", cure)
-        if self._retry().get("swapped", limit_bytes=_BODY_BYTES).data != b"second":
-            return Finding("fail", "a read after a write shows the object before it", "Save to a consistent store.")
+        with suppress(PermissionDeniedError):  # of which the check of GET tells
+            if self._retry().get("swapped", limit_bytes=_BODY_BYTES).data != b"second":
+                return Finding("fail", "a read after a write shows the object before it", "Save to a consistent store.")
         return Finding("ok", "of two writers the second is refused, and a read shows the first")
 
     def _check_latency(self) -> Finding:
@@ -176,23 +176,30 @@ class StoreChecks:
             seconds.append(time.monotonic() - began)
         return Finding("ok", f"{1000 * statistics.median(seconds):.1f} ms, the median of {len(seconds)} small requests")
 
+    def _require_put(self) -> None:
+        if not self._body:
+            raise SkippedError("not checked, since no object could be written")
+
     def _check_throughput(self) -> Finding:
+        self._require_put()
         body, buffer = os.urandom(_LARGE_BYTES), bytearray(_LARGE_BYTES)
         began = time.monotonic()
         self._put("large", body, _LARGE_SECONDS)
         put_seconds = time.monotonic() - began
         began = time.monotonic()
-        self._retry(_LARGE_SECONDS).get_into("large", 0, memoryview(buffer))
+        try:
+            self._retry(_LARGE_SECONDS).get_into("large", 0, memoryview(buffer))
+        except PermissionDeniedError:
+            raise SkippedError("not checked, since no object can be read") from None
         rates = [_LARGE_BYTES / MiB / seconds for seconds in (put_seconds, time.monotonic() - began)]
         rate = f"{rates[0]:.3g} MiB/s up, {rates[1]:.3g} MiB/s down"
         return Finding("ok", f"{rate}, one request at a time; `dcp-remote bench` measures more")
 
     def _check_delete(self) -> Finding:
-        grant = self._grant("delete", "retention, rm and gc need it, and nothing else")
         failed = self._delete()
         if failed:
-            finding = explain_error(next(iter(failed.values())), grant=grant, state="warn")
-            return replace(finding, fact=f"{finding.fact}; {len(failed)} objects stay below {self.url}")
+            finding = explain_error(next(iter(failed.values())), grant=self._grant("delete"), state="warn")
+            return replace(finding, fact=f"{finding.fact}; {len(failed)} objects stay below {self._place.url}")
         return Finding("ok", "the objects of these checks were deleted")
 
 
