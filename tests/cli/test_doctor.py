@@ -321,6 +321,9 @@ def test_a_server_that_permits_nothing(examine: Examine, bucket: str) -> None:
     ):
         assert f"Grant s3:{action}: " in report.shown(verb)
     assert report.checks["delete"]["state"] == "warn"
+    with scripted_server(lambda request: refusal("")) as server:
+        report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
+    assert report.named("skip") == [*rules, *others]
 
 
 def test_wrong_credentials(examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,13 +438,14 @@ def test_no_secret_is_shown(
         options += ["--profile", "mine"]
 
     shown = []
-    for code in ("InvalidAccessKeyId", "AccessDenied"):
+    for code in ("InvalidAccessKeyId", "AccessDenied", ""):
 
         def echo(request: HttpRequest, code: str = code) -> HttpAnswer:
-            return refusal(code, f"{SECRETS} {request.path} {request.headers}")
+            return refusal(code, f"{SECRETS[:3]} {request.path} {request.headers}")
 
         with scripted_server(echo) as server:
-            arguments = ["doctor", f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, *options]
+            # A short URL, since a long cause is cut before what the server echoes.
+            arguments = ["doctor", "s3://b", "--endpoint-url", server.endpoint_url, *options]
             shown += [cli.run(*arguments, *more, code=1) for more in ([], ["--json"])]
     monkeypatch.setenv("HTTP_PROXY", f"http://{user}:{password}@127.0.0.1:9")
     arguments = ["doctor", f"s3://{bucket}/run", "--endpoint-url", "http://storage.invalid", *options]

@@ -237,7 +237,7 @@ class S3Checks:
 
     # ---- rules of the bucket
 
-    def _read(self, operation: str, action: str, absent: str = "", **parameters: object) -> Mapping[str, Any]:
+    def _read(self, operation: str, action: str, absent: str | None = None, **parameters: object) -> Mapping[str, Any]:
         """Read a part of the bucket's configuration; empty if the answer has the error code `absent`."""
         if self._client is None:
             connect_seconds, read_seconds = _REQUEST_SECONDS
@@ -248,7 +248,7 @@ class S3Checks:
         try:
             answer: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except ClientError as error:
-            code = error.response.get("Error", {}).get("Code", "")
+            code = error.response.get("Error", {}).get("Code") or "without an error code"
             if code != absent:
                 raise SkippedError(f"could not be read ({code}); {action} permits it") from None
             return {}
