@@ -283,6 +283,10 @@ def test_a_silent_server(examine: Examine, bucket: str, monkeypatch: pytest.Monk
     with scripted_server(lambda request: HttpAnswer(silent=True)) as server:
         report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
     assert report.named("fail") == ["answer"]
+    monkeypatch.setattr("dcp_remote.storage.cloud.diagnosis._PROBE_TIMEOUTS_SECONDS", (0.2, 0.2))
+    with scripted_server(lambda request: HttpAnswer(silent=request.method != "HEAD")) as server:
+        report = examine(f"s3://{bucket}/run", "--endpoint-url", server.endpoint_url, code=1)
+    assert report.named("fail") == ["bucket"]
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,10 @@ class S3Checks:
         credentials = None if self._options.anon else find_credentials(self._endpoint, self._bucket)
         is_temporary = credentials is not None and credentials.get_frozen_credentials().token is not None
         self._diagnosis = self._provider.diagnose(self._prefix)
-        if isinstance(self._diagnosis, PermissionDeniedError | TransientStorageError):
+        if isinstance(self._diagnosis, PermissionDeniedError):
             raise self._diagnosis
+        if isinstance(self._diagnosis, TransientStorageError):
+            raise SkippedError("found, and not judged: the server did not answer")
         if credentials is None:
             return Finding("ok", "none, by the option anon")
         source = _SOURCES.get(credentials.method) or f"{credentials.method}, {self._profile}"
