@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError
 from dcp_remote.format.catalog import Catalog, Entry, Owner
 from dcp_remote.run.deletions import Deletions
@@ -210,12 +210,9 @@ class _Worker:
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        self.stop = stop = threading.Event()
-
-        def sleep(seconds: float) -> None:
-            stop.wait(seconds)
-
-        self.deletions = Deletions(store, sleep=sleep)
+        self.stop = threading.Event()
+        self._clock = Clock(lambda: math.inf if self.stop.is_set() else time.monotonic(), self.stop.wait)
+        self.deletions = Deletions(store)
         self.thread: threading.Thread | None = None
         self.tasks: list[_Task] = []
         self.catalog: Catalog | None = None  # as the last commit since the last round left it
@@ -225,4 +222,4 @@ class _Worker:
 
     def begin_round(self) -> None:
         """Set the deadline of a round; it passes at once when the round is stopped."""
-        self.deadline = Deadline(_ROUND_SECONDS, lambda: math.inf if self.stop.is_set() else time.monotonic())
+        self.deadline = Deadline(_ROUND_SECONDS, self._clock)

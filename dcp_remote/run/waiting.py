@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.format.catalog import Catalog
 from dcp_remote.run.catalog_store import read_catalog
@@ -37,12 +35,11 @@ def wait_for_newer(
     *,
     timeout_seconds: float,
     poll_seconds: float = POLL_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Clock | None = None,
 ) -> CheckpointInfo | None:
     """Wait until the newest checkpoint of a run is above a step; see `Run.wait_for_newer`.
 
-    None waits for any checkpoint. `clock`, in seconds, and `sleep` are arguments for tests.
+    None waits for any checkpoint. `clock` is an argument for tests.
     """
     if step is not None:
         require_step(step)
@@ -68,7 +65,7 @@ def wait_for_newer(
                 return CheckpointInfo.of(newest)
         if is_last:
             return None
-        sleep(min(poll_seconds, deadline.remaining_seconds()))
+        deadline.clock.sleep(min(poll_seconds, deadline.remaining_seconds()))
 
 
 def _look(store: ObjectStore) -> Catalog | None:
