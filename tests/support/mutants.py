@@ -254,6 +254,7 @@ class Executed:
             (folder / "sitecustomize.py").write_text("from tests.support.executed import note\nnote()\n")
             os.environ |= {NUMBER_NAME: str(folder / "number"), FOLDER_NAME: name}
             os.environ["PYTHONPATH"] = os.pathsep.join([name, str(ROOT)])
+            sys.path.insert(0, name)  # of which the rank processes make their own PYTHONPATH
             durations = _Durations(numbers)
             note()
             pytest.main([*_OPTIONS, *arguments], [durations])
