@@ -22,6 +22,7 @@ from dcp_remote.common.threads import limit_exit_wait
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
@@ -691,15 +692,15 @@ class CheckpointManager:
                 "Make it after init_process_group.",
                 url=self._store.url,
             )
-        return self._ranks.prepare(
-            what,
+        terms = Terms(
+            failed,
+            timed_out,
             seconds=seconds,
             silence_seconds=self._silence_seconds,
             arrival_seconds=self._arrival_seconds if arrival_seconds is None else arrival_seconds,
             left_seconds=self._preemption.working_seconds,
-            failed=failed,
-            timed_out=timed_out,
         )
+        return self._ranks.prepare(what, terms)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -417,7 +417,7 @@ def delete_when_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
-    """A rank is slow to read an answer, while the coordinator goes two operations on: told that it is behind."""
+    """A rank is slow to read an answer, while the answer is deleted: told that it is behind."""
 
     def part(ranks: RankGroup) -> object:
         with join(ranks) as collective:
