@@ -56,13 +56,17 @@ def test_a_line_for_each_checkpoint_above_a_step(cli: CommandLine, run: tuple[Pa
 
 
 def test_json_is_a_document_per_line(cli: CommandLine, run: tuple[Path, list[Entry]]) -> None:
-    """Print documents, of which each has the schema, and the output of the command elsewhere."""
+    """Print documents, of which each has the schema; the output of a command is elsewhere."""
     folder, entries = run
-    shown = cli.run("watch", folder, "--after", 0, "--timeout", 0.05, "--json", "--exec", "echo mixed", code=1)
+    shown = cli.run("watch", folder, "--after", 0, "--timeout", 0.05, "--json", code=1)
     documents = [json.loads(line) for line in shown.lines]
     for document in documents:
         jsonschema.validate(document, SCHEMA)
     assert [document["save_id"] for document in documents] == [entry.save_id for entry in entries]
+    program = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"]
+    program += ["watch", str(folder), "--after", "2", "--once", "--json", "--exec", "echo printed"]
+    ended = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert (json.loads(ended.stdout)["step"], ended.stderr) == (3, "printed\n")
 
 
 def test_the_command_finds_the_checkpoint_in_its_environment(

@@ -210,9 +210,9 @@ def test_a_watch_over_a_rollback_and_an_overwrite() -> None:
         fence(store)
         save(store, 2, abandons=1)
 
-    clock = Clock({10.0: go_back, 40.0: lambda: save(store, 3, letter="b")})
-    assert watched(store, clock) == [(30.0, 2), (60.0, 3)]
-    assert watched(store, Clock(), after=0) == [(0.0, 1), (0.0, 2), (0.0, 3)]
+    assert watched(store, Clock({10.0: go_back})) == [(30.0, 2)]
+    assert watched(store, Clock(), after=0) == [(0.0, 1), (0.0, 2)]
+    assert watched(store, Clock({40.0: lambda: save(store, 3, letter="b")})) == [(60.0, 3)]
 
 
 def test_a_watch_over_an_outage_and_a_lost_catalog(caplog: pytest.LogCaptureFixture) -> None:
