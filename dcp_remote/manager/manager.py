@@ -223,6 +223,8 @@ class CheckpointManager:
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
         self._telemetry = Telemetry()
+        if coordinator is not None:
+            self._telemetry.observe(self._store, coordinator.background_deletions)
         self._background_saves = BackgroundSaves(
             self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
         )
@@ -515,6 +517,7 @@ class CheckpointManager:
         self._first_save.forget_start()
         if go_on:
             self._last_step = self._last_load.step
+            self._telemetry.note_restored(self._last_load.created)
             if self._coordinator is not None:
                 self._coordinator.resume_from(self._last_step)
             if self._schedule is not None:
@@ -640,6 +643,7 @@ class CheckpointManager:
             gives_up = True
             raise
         finally:
+            self._telemetry.close()
             self._stager.close()
             # Half of what is left of the notice: the process still has to end afterwards.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()

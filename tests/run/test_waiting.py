@@ -15,7 +15,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run.info import CheckpointInfo
-from dcp_remote.run.waiting import wait_for_newer
+from dcp_remote.run.waiting import wait_for_newer, watch_run
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from tests.support.clocks import SleepClock
@@ -168,3 +168,65 @@ def test_a_bucket_that_does_not_exist() -> None:
 
     with pytest.raises(BucketNotFoundError, match="no such bucket"):
         wait(NoBucket(), None, Clock())
+
+
+# ---- each new checkpoint
+
+
+def watched(
+    store: ObjectStore, clock: Clock, *, after: int | None = None, timeout_seconds: float = 100.0
+) -> list[tuple[float, int]]:
+    """Return the checkpoints that a watch yields, with the times at which it does."""
+    watch = watch_run(store, after=after, timeout_seconds=timeout_seconds, clock=clock.deadline(0).clock)
+    return [(clock.now, entry.step) for entry in watch]
+
+
+def test_a_watch_yields_what_is_new() -> None:
+    """Commit one, then two between two looks: each once, and the wait begins again after each; none of what was there.
+
+    A look is one GET, and another one follows what was yielded.
+    """
+    inner = a_run(1, 2)
+    events = {65.0: lambda: save(inner, 3), 95.0: lambda: (save(inner, 4), save(inner, 5))}
+    store, clock = RecordingStore(inner), Clock(dict(events))
+    assert watched(store, clock) == [(90.0, 3), (120.0, 4), (120.0, 5)]
+    assert clock.now == 220.0
+    assert store.calls == [("get", CATALOG_KEY)] * (4 + 2 + 5)
+    assert watched(inner, Clock(), after=3) == [(0.0, 4), (0.0, 5)]
+
+
+def test_a_watch_of_a_run_that_begins_later() -> None:
+    """Watch where there is no run: its first checkpoint is new."""
+    store = MemoryStore()
+    clock = Clock({40.0: lambda: fence(store), 70.0: lambda: save(store, 5)})
+    assert watched(store, clock) == [(90.0, 5)]
+
+
+def test_a_watch_over_a_rollback_and_an_overwrite() -> None:
+    """Go back to step 1 and save steps 2 and 3 again: both are new, and what was abandoned before is not."""
+    store = a_run(1, 3)
+
+    def go_back() -> None:
+        fence(store)
+        save(store, 2, abandons=1)
+
+    assert watched(store, Clock({10.0: go_back})) == [(30.0, 2)]
+    assert watched(store, Clock(), after=0) == [(0.0, 1), (0.0, 2)]
+    assert watched(store, Clock({40.0: lambda: save(store, 3, letter="b")})) == [(60.0, 3)]
+
+
+def test_a_watch_over_an_outage_and_a_lost_catalog(caplog: pytest.LogCaptureFixture) -> None:
+    """Fail for ten minutes, in a wait without an end; then delete the run, and put it back: nothing is new."""
+    inner, clock = a_run(1, 2), Clock()
+    down = matching(lambda verb, key, number: 30.0 <= clock.now < 630.0, "request", persistent=True)
+    clock.events[300.0] = lambda: save(inner, 3)
+    watch = watch_run(FaultyStore(inner, [down]), clock=clock.deadline(0).clock)
+    assert next(watch).step == 3
+    began, ended = caplog.messages
+    assert "has not answered for 0 s; still waiting for a newer checkpoint: " in began
+    assert ended.endswith("the store answers again")
+    objects = dict(inner.space.objects)
+    clock.events[640.0] = lambda: inner.delete(list(objects))
+    clock.events[700.0] = lambda: inner.space.objects.update(objects)
+    clock.events[800.0] = lambda: save(inner, 4)
+    assert next(watch).step == 4
