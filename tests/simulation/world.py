@@ -617,7 +617,7 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "Workers", _Pool)
         patch.setattr(live_shards, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
-        patch.setattr(job, "_describe_process", lambda: "")  # it differs between processes
+        patch.setattr(job, "describe_process", lambda: "")  # it differs between processes
         for call in (Deletions.__init__, DeletionQueue.__init__, Backoff.__init__, catalog_store.swap):
             patch.setitem(call.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # both have keyword defaults
         # Pure, and without a cache half of a history's time.
