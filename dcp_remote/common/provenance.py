@@ -1,11 +1,16 @@
-"""Provenance: which process saves, for messages, and with which software."""
+"""Provenance: which process saves, for messages, and with which software, for the manifest.
+
+The command line is left out: no rule finds every secret in one.
+"""
 
 from __future__ import annotations
 
 import functools
 import getpass
 import os
+import platform
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -16,6 +21,18 @@ from dcp_remote.common.text import escape_unprintable
 
 # Kubernetes puts the namespace of a pod here, beside the token of its service account, which is not read.
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+# Value "0" leaves all but the versions of dcp_remote and torch out of manifests.
+SWITCH = "DCP_REMOTE_PROVENANCE"
+
+# Frameworks that the integrations are for, by the names of their modules.
+_FRAMEWORKS = ("accelerate", "axolotl", "deepspeed", "lightning", "llamafactory", "torchtitan", "transformers")
+
+# The commit, with the suffix "-dirty" where a tracked file differs; no program of the repository's configuration runs.
+_GIT = ("git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+# Time after which a repository that is very large, or on a slow disk, is left out.
+_GIT_SECONDS = 5.0
 
 # Characters of each part of a description, so that all parts together fit into a catalog's text of 1,000.
 _PART_CHARACTERS_MAX = 90
@@ -36,6 +53,32 @@ def software_versions() -> dict[str, str]:
     """Return the versions of dcp_remote, and of torch if it is imported, by name."""
     torch = sys.modules.get("torch")
     return {"dcp_remote": _own_version()} | ({"torch": str(torch.__version__)} if torch is not None else {})
+
+
+def describe_software() -> dict[str, str]:
+    """Return what a manifest says of its writer: versions, by name, and as `git` the commit of the working directory.
+
+    Without the latter where the folder is in no repository, or git is not installed. Runs git once per process.
+    """
+    described = software_versions()
+    if os.environ.get(SWITCH) != "0":
+        described["python"] = platform.python_version()
+        frameworks = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
+        described |= {name: number for name, number in frameworks.items() if isinstance(number, str)}
+        described |= {"git": commit} if (commit := _find_commit()) else {}
+    return {name: escape_unprintable(text)[:_PART_CHARACTERS_MAX] for name, text in described.items()}
+
+
+@functools.cache
+def _find_commit() -> str:
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # git writes nothing, not even its index
+    try:
+        found = subprocess.run(  # noqa: S603  # a fixed command
+            _GIT, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True, env=environment
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.decode(errors="replace").strip()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote.common.arrays import I64, concat_ranges, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
-from dcp_remote.common.provenance import software_versions
+from dcp_remote.common.provenance import describe_software
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.empty_dicts import drop_conflicting
@@ -64,7 +64,7 @@ def to_manifest(
         save_id=save_id,
         replaces=replaces,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        writer=software_versions(),
+        writer=describe_software(),
         world_size=len(reports),
         shards=shards.take(named),
         tensors=tensors,

@@ -569,8 +569,8 @@ def test_an_endpoint_in_the_environment_without_scheme(variable: str, monkeypatc
     with pytest.raises(InvalidArgumentError, match=rf"^{variable} must begin with http://.* endpoint='localhost:9000'"):
         open_cloud_store(parse_url("s3://bucket"), {}).head("key")
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
-    for options in ({}, {"endpoint_url": "http://127.0.0.1:1"}):
-        assert resolve_s3("bucket", S3Options(**options)).endpoint_url.startswith("http")
+    for endpoint_url in (None, "http://127.0.0.1:1"):
+        assert resolve_s3("bucket", S3Options(endpoint_url=endpoint_url)).endpoint_url.startswith("http")
 
 
 @pytest.mark.parametrize(
