@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-# Names up to which they are compared, renamed first parts that a message shows, and places of one that are tried.
+# Names up to which they are compared, parts of a name that are tried as first ones, renamed first parts that a message
+# shows, and places of one that are tried.
 _NAMES_COMPARED_MAX = 20_000
+_PARTS_MAX = 16
 _PREFIXES_MAX = 8
 _CANDIDATES_MAX = 8
 
@@ -55,7 +57,7 @@ def _find_prefix(
 ) -> tuple[str, str] | None:
     """Return the shortest first parts, of checkpoint and state, that explain a name; None if none is certain."""
     parts = name.split(".")
-    for count in range(1, len(parts)):
+    for count in range(1, min(len(parts), _PARTS_MAX)):
         wanted, rest = ".".join(parts[:count]), "." + ".".join(parts[count:])
         candidates = [other.removesuffix(rest) for other in new if other.endswith(rest)]
         candidates = [saved for saved in candidates if saved and saved.count(".") + 1 >= parts_min]

@@ -10,6 +10,9 @@ from dcp_remote.common.text import escape_unprintable, join_some
 # Name of a value of an optimizer: its place in the state, "state" or "param_groups", parameter or number, and key.
 _NAME = re.compile(r"(.+?)\.(state|param_groups)\..+\.([^.]+)", re.DOTALL)
 
+# A longer name, of a hostile checkpoint, could keep the expression busy for minutes.
+_NAME_CHARACTERS_MAX = 1_000
+
 
 def describe_optimizers(differing: Iterable[str], *, state: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
     """Return a sentence for each optimizer whose keys differ from those that were saved, by its place in the state.
@@ -18,6 +21,8 @@ def describe_optimizers(differing: Iterable[str], *, state: Iterable[str], saved
     no state yet, whatever the optimizer; so a state without any is no difference.
     """
     places = {place for name in differing if (place := place_of(name)) is not None}
+    if not places:
+        return {}
     here, there = _collect_keys(state, places), _collect_keys(saved, places)
     sentences = {}
     for place in sorted(places):
@@ -36,14 +41,18 @@ def describe_optimizers(differing: Iterable[str], *, state: Iterable[str], saved
 
 def place_of(name: str) -> str | None:
     """Return the place of the optimizer to which a value may belong; None for any other name."""
-    found = _NAME.fullmatch(name)
+    found = _split(name)
     return found[1] if found else None
+
+
+def _split(name: str) -> re.Match[str] | None:
+    return _NAME.fullmatch(name) if len(name) <= _NAME_CHARACTERS_MAX else None
 
 
 def _collect_keys(names: Iterable[str], places: set[str]) -> dict[tuple[str, str], set[str]]:
     keys: dict[tuple[str, str], set[str]] = {}
     for name in names:
-        found = _NAME.fullmatch(name)
+        found = _split(name)
         if found and found[1] in places:
             keys.setdefault((found[1], found[2]), set()).add(found[3])
     return keys

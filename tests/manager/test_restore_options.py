@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dcp_remote import CheckpointManager, Opaque, PerRank, Retention, load, training_state
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.loading.optimizer_differences import place_of
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import manager_threads, plain
@@ -313,6 +314,12 @@ def test_another_optimizer(store: RecordingStore, saved: Any, now: Any, expected
     restore(store, state, exclude=["optim.*"])
     assert equal(new.state_dict(), old.state_dict())
     train(new, state["optim"], 1)
+
+
+def test_a_hostile_name_takes_no_time() -> None:
+    """Without a limit, the expression would try every part of the name as the place of an optimizer."""
+    assert place_of("optim.state.w.step") == "optim"
+    assert place_of("a" + ".state" * 150_000 + ".") is None
 
 
 def test_a_layer_that_the_checkpoint_lacks_is_no_other_optimizer(store: RecordingStore) -> None:
