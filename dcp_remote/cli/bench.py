@@ -25,7 +25,6 @@ from typing import Annotated
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, parse_bytes
 from dcp_remote.cli.output import Output
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.machine import count_cores
 from dcp_remote.common.text import format_count
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, ObjectNotFoundError, StorageError
@@ -129,7 +128,7 @@ def bench(
     if not 0 < seconds < math.inf:
         raise InvalidArgumentError("--seconds must be a positive number.", seconds=seconds)
     store = open_store(url, storage_options).child(f"bench-{secrets.token_hex(8)}")
-    cores = count_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     report = Report(object_bytes=min(_OBJECT_BYTES_MAX, size_bytes // objects), cores=cores)
     # Printed before anything is put, so that a user who kills this process knows what to delete.
     out.say(f"{store.url}: objects below this URL are written, read and deleted")

@@ -3,8 +3,7 @@
 Every package may import these modules; they import `dcp_remote.errors` alone. geometry, arrays and units hold boxes,
 byte ranges, arrays of int64 and sizes in bytes; digests, XXH3 digests of blocks and pieces; text, text for a terminal;
 deadline, deadlines and backoff; threads, helper_thread, gil and hedging, threads that move bytes; picklable_errors,
-errors that cross from one rank to another; overrides, whether a subclass overrides methods; findings and machine,
-results of checks, and checks of this machine.
+errors that cross from one rank to another; overrides, whether a subclass overrides methods.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ __all__ = [
     "arrays",
     "deadline",
     "digests",
-    "findings",
     "geometry",
     "gil",
     "hedging",
     "helper_thread",
-    "machine",
     "overrides",
     "picklable_errors",
     "text",

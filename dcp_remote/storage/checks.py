@@ -1,4 +1,4 @@
-"""Checks of a store by requests below a fresh prefix, each permission by itself; and of a local folder."""
+"""Checks before a training writes to a store: what each found, and its cure. `dcp-remote doctor` prints them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.findings import Check, Finding, SkippedError, explain_error
-from dcp_remote.common.machine import check_space
-from dcp_remote.common.units import GiB, KiB, MiB
-from dcp_remote.errors import ConditionFailedError, ObjectNotFoundError, PermissionDeniedError, StorageError
-from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.conditional_writes import PROBES_PREFIX, probe_conditional_writes
+from dcp_remote.common.units import KiB, MiB
+from dcp_remote.errors import (
+    BucketNotFoundError,
+    ConditionFailedError,
+    DcpRemoteError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage.base import Condition, ObjectStore
+from dcp_remote.storage.conditional_writes import PROBES_PREFIX
 from dcp_remote.storage.local import HIDDEN_FOLDER
 from dcp_remote.storage.retrying import RetryingStore
-from dcp_remote.storage.url import Scheme
+from dcp_remote.storage.url import ParsedUrl
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +41,7 @@ _BODY_BYTES = KiB
 _LARGE_BYTES = 8 * MiB
 _LATENCY_REQUESTS = 5
 
-# Less than a checkpoint of a small model with its optimizer.
-_FREE_BYTES_MIN = 10 * GiB
-
-# Permission by verb and scheme; that of Azure is a role. HEAD has that of GET.
+# Permission by verb and scheme; that of Azure is a role.
 _PERMISSIONS = {
     "put": {"s3": "s3:PutObject", "gs": "storage.objects.create"},
     "get": {"s3": "s3:GetObject", "gs": "storage.objects.get"},
@@ -52,185 +56,218 @@ _PURPOSES = {
     "delete": "retention, rm and gc need it, and nothing else",
 }
 
+_DEFAULT_CURE = "Correct the URL, the options or the credentials, or ask those who run the store."
 
-class StoreChecks:
-    """Checks that write, read, list and delete objects below a fresh prefix.
+# "skip": not checked, for the reason that the fact gives.
+State: TypeAlias = Literal["ok", "warn", "fail", "skip"]
 
-    Costs about 25 requests, and 8 MiB in each direction. `clean` deletes what the checks have left.
+
+class Finding(NamedTuple):
+    """Result of one check: what was found, and what to do, which is empty unless the state is "warn" or "fail"."""
+
+    state: State
+    fact: str
+    cure: str = ""
+
+
+class Check(NamedTuple):
+    """Check that makes one finding.
+
+    Attributes:
+        name: Name in the report.
+        examine: Function that makes the finding, or raises.
+        failure: State of the finding if it raises.
+        is_needed: True if later checks make no sense once this one has failed.
     """
 
-    def __init__(self, store: ObjectStore, scheme: Scheme) -> None:
+    name: str
+    examine: Callable[[], Finding]
+    failure: State = "fail"
+    is_needed: bool = False
+
+
+def run_checks(checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
+    """Make one check after another; yield its name and finding.
+
+    A check that fails does not end the others, unless it is needed, or the store does not answer: these are skipped.
+
+    Raises:
+        InvalidArgumentError: The URL or an option is wrong.
+    """
+    blocked_by = ""
+    for check in checks:
+        if blocked_by:
+            yield check.name, Finding("skip", f"not checked, since {blocked_by} failed")
+            continue
+        is_needed = check.is_needed
+        try:
+            finding = check.examine()
+        except (StorageError, OSError) as error:
+            finding = _explain(error, check.failure)
+            is_needed |= isinstance(error, TransientStorageError | BucketNotFoundError)
+        if finding.state == "fail" and is_needed:
+            blocked_by = check.name
+        yield check.name, finding
+
+
+def _explain(error: StorageError | OSError, state: State) -> Finding:
+    """Return the finding for an error, whose second sentence most often says what to do."""
+    what, details = (error.what, error.details) if isinstance(error, DcpRemoteError) else (str(error), {})
+    fact, _, advice = what.rstrip(".").partition(". ")
+    if reason := details.get("code") or details.get("cause"):
+        fact += f" ({reason})"
+    return Finding(state, fact, f"{advice}." if advice else _DEFAULT_CURE)
+
+
+class StoreChecks:
+    """Checks that write, read, list and delete objects below a fresh prefix, each permission by itself.
+
+    Costs about 20 requests, and 8 MiB in each direction. `clean` deletes what the checks have left.
+    """
+
+    def __init__(self, store: ObjectStore, parsed: ParsedUrl) -> None:
         """Choose the prefix; nothing is sent."""
         self._place = store.child(f"{PROBES_PREFIX}doctor-{secrets.token_hex(8)}")
-        self._scheme = scheme
-        self._keys: list[str] = []
-        self._body = b""  # of the object that was put; empty if it could not be put
+        self._scheme = parsed.scheme
+        self._keys: list[str] = []  # of objects that may exist
+        self._body = os.urandom(_BODY_BYTES)
+        self._permitted: set[str] = set()  # verbs
+        root = Path(parsed.path) if parsed.scheme == "file" else None
+        folders = [root / HIDDEN_FOLDER, root, *root.parents] if root is not None else []
+        self._new_folders = [folder for folder in folders if not os.access(folder, os.F_OK)]
+
+    @property
+    def url(self) -> str:
+        """URL below which all objects of the checks are."""
+        return self._place.url
 
     def checks(self) -> Sequence[Check]:
         """Return the checks, in their order."""
         return (
-            Check("put", self._check_put, grant=self._grant("put")),
-            Check("get", self._check_get, grant=self._grant("get")),
-            Check("head", self._check_head, grant=self._grant("get")),
-            Check("list", self._check_list, grant=self._grant("list")),
+            Check("put", partial(self._check_permission, "put", self._put_object)),
+            Check("get", partial(self._check_permission, "get", self._get_object)),
+            Check("list", partial(self._check_permission, "list", self._list_objects)),
             Check("conditional writes", self._check_conditions),
-            Check("latency", self._check_latency),
-            Check("throughput", self._check_throughput),
-            Check("delete", self._check_delete),
+            Check("speed", self._check_speed),
+            Check("delete", partial(self._check_permission, "delete", self._delete_objects), failure="warn"),
         )
 
     def clean(self) -> None:
-        """Delete all objects that are left; a warning tells of those that could not be deleted."""
+        """Delete the objects that are left, and folders that were not there; a warning tells of other objects."""
         if failed := self._delete():
             logger.warning(
                 "Objects of the checks may be left. Delete everything below this URL. url=%s objects=%d cause=%s",
-                self._place.url,
+                self.url,
                 len(failed),
                 next(iter(failed.values())),
             )
-
-    def _grant(self, verb: str) -> str:
-        permission = _PERMISSIONS[verb].get(self._scheme) or _ROLES.get(self._scheme, "it")
-        return f"Grant {permission}: {_PURPOSES[verb]}."
+        for folder in self._new_folders:
+            with suppress(OSError):  # a training has begun to save there
+                folder.rmdir()
 
     def _retry(self, seconds: float | None = None) -> ObjectStore:
         return RetryingStore(self._place, Deadline(_REQUEST_SECONDS if seconds is None else seconds))
 
-    def _put(self, key: str, body: bytes, seconds: float | None = None) -> None:
-        if key not in self._keys:
-            self._keys.append(key)  # before the request, which may be carried out although it fails
-        self._retry(seconds).put(key, [body])
-
     def _delete(self) -> Mapping[str, StorageError]:
-        """Delete all objects that were put; return the errors of those that are left, and forget these too."""
-        keys, failed = self._keys, dict[str, StorageError]()
+        """Delete all objects that may exist; return the errors of those that are left."""
+        if not self._keys:
+            return {}
         try:
-            failed.update(self._retry(_DELETE_SECONDS).delete(keys) if keys else {})
+            failed = self._retry(_DELETE_SECONDS).delete(self._keys)
         except StorageError as error:
-            failed = dict.fromkeys(keys, error)
-        self._keys = []
+            failed = dict.fromkeys(self._keys, error)
+        self._keys = list(failed)
         return failed
 
-    def _check_put(self) -> Finding:
-        body = os.urandom(_BODY_BYTES)
-        self._put("object", body)
-        self._body = body
+    # ---- permissions
+
+    def _check_permission(self, verb: str, request: Callable[[], Finding]) -> Finding:
+        try:
+            finding = request()
+        except PermissionDeniedError as error:
+            permission = _PERMISSIONS[verb].get(self._scheme) or _ROLES.get(self._scheme, "it")
+            what = f"{error.what.partition('. ')[0].rstrip('.')}. Grant {permission}: {_PURPOSES[verb]}."
+            raise PermissionDeniedError(what, **error.details) from error
+        self._permitted.add(verb)
+        return finding
+
+    def _put_object(self) -> Finding:
+        self._keys.append("object")  # before the request, which may be carried out although it fails
+        self._retry().put("object", [self._body])
         return Finding("ok", "an object was written")
 
-    def _check_get(self) -> Finding:
-        def get() -> bool:
-            return self._retry().get("object", limit_bytes=_BODY_BYTES).data == self._body
-
-        return self._read(get, "the object was read, with the bytes that were written")
-
-    def _check_head(self) -> Finding:
-        def head() -> bool:
-            return self._retry().head("object").size_bytes == len(self._body)
-
-        return self._read(head, "the object was found, with its size")
-
-    def _read(self, read: Callable[[], bool], fact: str) -> Finding:
-        """Return the finding for a read of the object; without the object, its absence shows that it may be read."""
+    def _get_object(self) -> Finding:
         try:
-            is_same = read()
+            body = self._retry().get("object", limit_bytes=_BODY_BYTES).data
         except ObjectNotFoundError:
-            if self._body:
+            if "put" in self._permitted:
                 raise
             return Finding("ok", "permitted; there is no object, since none could be written")
-        if is_same:
-            return Finding("ok", fact)
-        return Finding("fail", "the answer is not what was written", "Check that the endpoint is that of the store.")
+        if body != self._body:
+            cure = "Check that the endpoint is that of the store."
+            return Finding("fail", "the answer is not what was written", cure)
+        return Finding("ok", "the object was read, with the bytes that were written")
 
-    def _check_list(self) -> Finding:
+    def _list_objects(self) -> Finding:
         keys = [info.key for info in self._retry().list()]
-        if self._body and "object" not in keys:
+        if "put" in self._permitted and "object" not in keys:
             return Finding("fail", "the listing lacks the object that was written", "Use a store that lists at once.")
         return Finding("ok", "the prefix was listed")
 
-    def _check_conditions(self) -> Finding:
-        refusal = self._place.capabilities.swap_refusal
-        if not self._place.capabilities.compare_and_swap:
-            what, _, advice = refusal.partition("; ")
-            cure = f"{advice[:1].upper()}{advice[1:]}." if advice else "Save runs to another store."
-            return Finding("fail", what or "this store replaces no object on a condition", cure)
-        self._require_put()
-        probe_conditional_writes(self._place, Deadline(_REQUEST_SECONDS), swaps=True)
-        self._keys.append("swapped")
-        version = self._place.put("swapped", [b"first"], condition="absent")
-        try:
-            self._place.put("swapped", [b"second"], condition=version)
-        except ConditionFailedError:
-            cure = "Update the server; for Ceph before version 17 pass storage_options['etag_quotes'] = False."
-            return Finding("fail", "a write is refused although its condition (If-Match) holds", cure)
-        with suppress(PermissionDeniedError):  # of which the check of GET tells
-            if self._retry().get("swapped", limit_bytes=_BODY_BYTES).data != b"second":
-                return Finding("fail", "a read after a write shows the object before it", "Save to a consistent store.")
-        return Finding("ok", "of two writers the second is refused, and a read shows the first")
-
-    def _check_latency(self) -> Finding:
-        seconds = []
-        for _ in range(_LATENCY_REQUESTS):
-            began = time.monotonic()
-            with suppress(ObjectNotFoundError, PermissionDeniedError):
-                self._retry().head("absent")
-            seconds.append(time.monotonic() - began)
-        return Finding("ok", f"{1000 * statistics.median(seconds):.1f} ms, the median of {len(seconds)} small requests")
-
-    def _require_put(self) -> None:
-        if not self._body:
-            raise SkippedError("not checked, since no object could be written")
-
-    def _check_throughput(self) -> Finding:
-        self._require_put()
-        body, buffer = os.urandom(_LARGE_BYTES), bytearray(_LARGE_BYTES)
-        began = time.monotonic()
-        self._put("large", body, _LARGE_SECONDS)
-        put_seconds = time.monotonic() - began
-        began = time.monotonic()
-        try:
-            self._retry(_LARGE_SECONDS).get_into("large", 0, memoryview(buffer))
-        except PermissionDeniedError:
-            raise SkippedError("not checked, since no object can be read") from None
-        rates = [_LARGE_BYTES / MiB / seconds for seconds in (put_seconds, time.monotonic() - began)]
-        rate = f"{rates[0]:.3g} MiB/s up, {rates[1]:.3g} MiB/s down"
-        return Finding("ok", f"{rate}, one request at a time; `dcp-remote bench` measures more")
-
-    def _check_delete(self) -> Finding:
-        failed = self._delete()
-        if failed:
-            finding = explain_error(next(iter(failed.values())), grant=self._grant("delete"), state="warn")
-            return replace(finding, fact=f"{finding.fact}; {len(failed)} objects stay below {self._place.url}")
+    def _delete_objects(self) -> Finding:
+        for error in self._delete().values():
+            raise error
         return Finding("ok", "the objects of these checks were deleted")
 
+    # ---- behaviour
 
-class FolderChecks:
-    """Checks of the folder of a local store; `clean` removes the folders that the store created."""
+    def _check_conditions(self) -> Finding:
+        """Write on conditions that hold and on others; a server that is known to be correct is checked as well."""
+        if not self._place.capabilities.compare_and_swap:
+            refusal = self._place.capabilities.swap_refusal
+            return Finding("fail", refusal or "this store has no conditional writes", "Otherwise save runs elsewhere.")
+        if "put" not in self._permitted:
+            return Finding("skip", "not checked, since no object could be written")
+        self._keys.append("swapped")
+        version = self._retry().put("swapped", [b"first"], condition="absent")
+        if self._replaces("absent"):
+            return self._report_ignored("If-None-Match")
+        if not self._replaces(version):
+            cure = "Update the server; for Ceph before version 17 pass storage_options['etag_quotes'] = False."
+            return Finding("fail", "a write is refused although its condition (If-Match) holds", cure)
+        if self._replaces(version):
+            return self._report_ignored("If-Match")
+        if "get" in self._permitted and self._retry().get("swapped", limit_bytes=_BODY_BYTES).data != b"second":
+            return Finding("fail", "a read after a write shows the object before it", "Save to a consistent store.")
+        return Finding("ok", "of two writers the second is refused")
 
-    def __init__(self, path: str) -> None:
-        """Look which folders exist."""
-        self._root = Path(path)
-        folders = [self._root / HIDDEN_FOLDER, self._root, *self._root.parents]
-        self._missing = [folder for folder in folders if not folder.exists()]
-        self._nearest = next(folder for folder in folders[1:] if folder.exists())
+    def _replaces(self, condition: Condition) -> bool:
+        try:
+            self._retry().put("swapped", [b"second"], condition=condition)
+        except ConditionFailedError:
+            return False
+        return True
 
-    def checks(self) -> Sequence[Check]:
-        """Return the checks, in their order; none writes."""
-        return (Check("file system", self._check_file_system), Check("free space", self._check_space))
+    def _report_ignored(self, header: str) -> Finding:
+        return Finding(
+            "fail",
+            f"the server ignores the condition of a write ({header}), so jobs could overwrite each other's checkpoints",
+            "Update the server to one with conditional PUTs, or save elsewhere.",
+        )
 
-    def clean(self) -> None:
-        """Remove the empty folders that were not there before."""
-        for folder in self._missing:
-            with suppress(OSError):  # a training has begun to save there
-                folder.rmdir()
+    def _check_speed(self) -> Finding:
+        if not {"put", "get"} <= self._permitted:
+            return Finding("skip", "not checked, since no object could be written and read")
+        small = [self._measure(lambda: self._retry().head("object")) for _ in range(_LATENCY_REQUESTS)]
+        store, body, buffer = self._retry(_LARGE_SECONDS), os.urandom(_LARGE_BYTES), bytearray(_LARGE_BYTES)
+        self._keys.append("large")
+        up_seconds = self._measure(lambda: store.put("large", [body]))
+        down_seconds = self._measure(lambda: store.get_into("large", 0, memoryview(buffer)))
+        up, down = (_LARGE_BYTES / MiB / seconds for seconds in (up_seconds, down_seconds))
+        latency = f"{1000 * statistics.median(small):.1f} ms for a small request"
+        return Finding("ok", f"{latency}; {up:.3g} MiB/s up, {down:.3g} MiB/s down; `dcp-remote bench` measures more")
 
-    def _check_file_system(self) -> Finding:
-        within = [self._nearest, *(path for path in self._nearest.iterdir() if self._nearest == self._root)]
-        devices = {path.stat().st_dev for path in within if path.is_dir() and not path.is_symlink()}
-        if len(devices) > 1:
-            cure = "Save to a folder without mounted folders in it: a file cannot be renamed into another file system."
-            return Finding("fail", f"{self._root} extends over {len(devices)} file systems", cure)
-        return Finding("ok", f"{self._root} is one file system")
-
-    def _check_space(self) -> Finding:
-        cure = "Free space there, before a checkpoint is larger than it."
-        return check_space(self._nearest, _FREE_BYTES_MIN, cure)
+    def _measure(self, request: Callable[[], object]) -> float:
+        began = time.monotonic()
+        request()
+        return time.monotonic() - began
