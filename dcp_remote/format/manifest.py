@@ -13,7 +13,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from dcp_remote.common.arrays import I64, group_offsets
+from dcp_remote.common.arrays import I64, group_offsets, sorted_unique
 from dcp_remote.common.digests import DIGEST_BYTES
 
 MANIFEST_KEY = "manifest.json"
@@ -242,6 +242,16 @@ class Manifest:
         tensors = iter(self.tensors.names)
         for position in range(len(objects) + len(self.tensors.names)):
             yield objects[position] if position in objects else next(tensors)
+
+    def names_of_pieces(self, pieces: I64) -> list[str]:
+        """Return the names of the tensors and objects that these pieces belong to, each once."""
+        tensors = self.tensors
+        of_tensors = pieces < tensors.piece_first[-1]
+        chunks = np.searchsorted(tensors.piece_first, pieces[of_tensors], side="right") - 1
+        numbers = sorted_unique(np.searchsorted(tensors.chunk_first, chunks, side="right") - 1)
+        firsts = [item.piece_first for item in self.stored]
+        objects = sorted_unique(np.searchsorted(firsts, pieces[~of_tensors], side="right") - 1)
+        return [tensors.names[number] for number in numbers] + [self.stored[number].name for number in objects]
 
     @property
     def total_bytes(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import (
     DIGEST_BYTES,
@@ -272,15 +274,7 @@ class _Progress:
 
     def _name(self, piece: int) -> str:
         """Return the name of the tensor or object that a piece belongs to."""
-        tensors = self._manifest.tensors
-        if piece >= int(tensors.piece_first[-1]):
-            return next(
-                item.name
-                for item in self._manifest.stored
-                if item.piece_first <= piece < item.piece_first + item.pieces
-            )
-        chunk = int(tensors.piece_first.searchsorted(piece, side="right")) - 1
-        return tensors.names[int(tensors.chunk_first.searchsorted(chunk, side="right")) - 1]
+        return self._manifest.names_of_pieces(np.array([piece], dtype=np.int64))[0]
 
 
 def _corrupt(fetch: Fetch[int] | Fetch[RangePlan], entry: str) -> CorruptCheckpointError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TypeVar
 
 import zstandard
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.threads import Workers, submit_or_run
+from dcp_remote.common.threads import map_in_order
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -24,7 +23,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 # Bounds memory: a manifest of a million chunks takes 100 MB while it is decoded.
-_READS_IN_FLIGHT = 4
+READS_IN_FLIGHT = 4
 
 
 class LiveShards:
@@ -95,9 +94,5 @@ def in_parallel(call: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
     """Call a function with each value, four at a time; return the results in order, or raise the first error."""
     if len(values) <= 1:
         return [call(value) for value in values]
-    workers = Workers(_READS_IN_FLIGHT, "dcp_remote-manifests")
-    try:
-        futures = [submit_or_run(workers, partial(call, value)) for value in values]
-        return [future.result() for future in futures]
-    finally:
-        workers.shutdown(wait=False)
+    found = map_in_order(call, values, threads=READS_IN_FLIGHT, ahead=max(1, len(values)), name="dcp_remote-manifests")
+    return [result for _, result in found]
