@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, digest, piece_digest, table_entries
@@ -89,6 +91,9 @@ class ShardChecker:
         return ShardDamage("bytes", f"{total} from byte {bad[0].start} on differ", tuple(bad))
 
     def _find_bad(self, part: ShardPart, found_bytes: int) -> list[ByteRange]:
+        # Pieces behind the end are damaged anyway, and a hostile manifest may claim any length for them.
+        is_inside = part.pieces.start + part.pieces.length <= found_bytes
+        part = replace(part, pieces=part.pieces.take(np.flatnonzero(is_inside)))
         blocks = list(_iterate_blocks(part.pieces))
         chosen = blocks
         if self._depth == "sample" and found_bytes == part.size_bytes and len(blocks) > _SAMPLED_BLOCKS:
@@ -102,25 +107,26 @@ class ShardChecker:
         self, blocks: Sequence[_Block], part: ShardPart, found_bytes: int, store: ObjectStore
     ) -> list[ByteRange]:
         """Return the ranges of the block table and of these blocks that do not match, ascending."""
-        buffer = memoryview(bytearray(max([part.table.length, *map(_length, _group(blocks))], default=0)))
+        groups = list(_group(blocks))
+        table_length = part.table.length if part.table.stop <= found_bytes else 0
+        buffer = memoryview(bytearray(max([table_length, *map(_length, groups)])))
 
-        def read(start: int, stop: int) -> memoryview:
-            """Return bytes of the shard; none if the shard ends before."""
-            data = buffer[: stop - start]
+        def read(start: int, length: int) -> memoryview:
+            """Return bytes of the shard; none if the shard was cut meanwhile."""
             try:
-                if data and stop <= found_bytes:
-                    RetryingStore(store, self._make_deadline()).get_into(part.key, start, data)
-                    return data
-            except CorruptCheckpointError:  # the shard was cut meanwhile
-                pass
-            return buffer[:0]
+                if length:
+                    RetryingStore(store, self._make_deadline()).get_into(part.key, start, buffer[:length])
+                return buffer[:length]
+            except CorruptCheckpointError:
+                return buffer[:0]
 
-        table = bytes(read(part.table.start, part.table.stop))
+        table = bytes(read(part.table.start, table_length))
         is_table_good = not part.table.length or digest(table) == part.table_digest
         digests: dict[_Block, bytes] = {}
-        for group in _group(block for block in blocks if block.stop <= found_bytes):
-            data, start = read(group[0].start, group[-1].stop), group[0].start
-            digests |= {block: digest(data[block.start - start : block.stop - start]) for block in group if data}
+        for group in groups:
+            start = group[0].start
+            data = read(start, _length(group))
+            digests |= {block: digest(data[block.start - start : block.stop - start]) for block in group}
         bad: list[ByteRange] = []
         for piece, members in groupby(blocks, key=lambda block: block.piece):
             own = list(members)
@@ -130,11 +136,11 @@ class ShardChecker:
             entries = table[first : first + count * DIGEST_BYTES]
             if count and is_table_good and piece_digest(entries) == whole:
                 known = [entries[at : at + DIGEST_BYTES] for at in range(0, len(entries), DIGEST_BYTES)]
-                bad += [ByteRange(one.start, one.stop) for one in own if digests.get(one) != known[one.number]]
+                bad += [ByteRange(one.start, one.stop) for one in own if digests[one] != known[one.number]]
                 continue
             # A table that is the one that was written, and disagrees with the piece, is damaged as well.
             is_table_good = is_table_good and not count
-            if len(own) == max(count, 1) and piece_digest(b"".join(digests.get(one, b"") for one in own)) != whole:
+            if len(own) == max(count, 1) and piece_digest(b"".join(digests[one] for one in own)) != whole:
                 bad.append(ByteRange(own[0].start, own[-1].stop))
         return bad if is_table_good else [part.table, *bad]
 

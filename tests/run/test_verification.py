@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from dcp_remote import CheckpointManager, RemoteWriter, Run, load
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import BLOCK_BYTES_MIN
+from dcp_remote.common.geometry import Box
 from dcp_remote.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
@@ -30,7 +31,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY
-from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.format.manifest import MANIFEST_KEY, Manifest, TensorKind
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.shard_check import Depth
 from dcp_remote.run.verification import Damage, VerifyProgress, VerifyReport, verify
@@ -38,7 +39,7 @@ from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
-from tests.support.manifests import decode
+from tests.support.manifests import Layout, build, column, decode
 from tests.support.runs import MeanwhileStore, copied, live, manifest_at, thin
 from tests.support.simulated_ranks import save_as_ranks
 
@@ -200,6 +201,17 @@ def test_a_bit_of_a_block_table(run: MemoryStore) -> None:
     load(run, step=100)  # whole entries are verified without the table
 
 
+def test_a_bit_of_a_block_table_that_concerns_another_piece(run: MemoryStore) -> None:
+    """Flip a bit for a tensor that only step 100 names: parts of what step 200 shares cannot be verified, either."""
+    manifest = manifest_at(run, 100)
+    key, _, _ = place_of(manifest, "model.weight")
+    number = manifest.shards.keys.index(key)
+    piece = int(manifest.tensors.piece_first[manifest.tensors.index["model.weight"]])
+    table_start = int(manifest.shards.data_starts[number] - manifest.shards.table_lengths[number])
+    flip(run, key, table_start + 16 * int(manifest.pieces.table[piece]))
+    assert sole(Run(run).verify(200, depth="deep")).entries == ("model.frozen", "model.weight")
+
+
 @given(st.data())
 def test_random_bits(data: st.DataObject) -> None:
     """Flip bits anywhere in the shards of a run: named are the entries that `load` refuses, and those of tables."""
@@ -317,6 +329,21 @@ def test_a_shard_that_is_too_long(run: MemoryStore, depth: Depth) -> None:
     flip(run, key, start + 90_000)
     damage = sole(Run(run).verify(depth=depth))
     assert (damage.kind, damage.entries) == ("length", () if depth == "quick" else ("optim.m",))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_manifest_that_claims_petabytes(depth: Depth) -> None:
+    """Claim a shard, and with it a block table, that would fit into no memory: found too short, and little is held."""
+    elements = 2**48
+    layout = Layout("w", TensorKind("float32"), (elements,), (Box((0,), (elements,)),), ((4 * elements,),))
+    manifest = build([layout])
+    (key,) = manifest.shards.keys
+    size = int(manifest.shards.sizes[0])
+    shards = replace(manifest.shards, data_starts=column([size - 4 * elements]))
+    store = MemoryStore()
+    store.put(MANIFEST_KEY, [manifest_json.encode(replace(manifest, shards=shards))])
+    store.put(key, [b"x" * 5_000])
+    assert sole(verify(store, depth=depth)) == Damage(key, "length", f"5000 bytes instead of {size}", (), ("w",))
 
 
 def test_objects_that_no_checkpoint_names_are_no_damage(run: MemoryStore) -> None:
@@ -442,6 +469,15 @@ def test_changes_meanwhile(what: str) -> None:
         if not meanwhile.acted:
             break
     assert changed == ({()} if what == "saved" else {(), (200,)})
+
+
+def test_a_damaged_manifest_of_a_checkpoint_that_is_deleted_meanwhile(run: MemoryStore) -> None:
+    """Delete the checkpoint before the last request, which reads the catalog again: no damage is left."""
+    flip(run, live(run)[1].manifest, 700)
+    recording = RecordingStore(run)
+    assert sole(verify(recording)).kind == "manifest"
+    report = verify(MeanwhileStore(run, len(recording.calls), lambda: Run(run).delete(200)))
+    assert (report.damage, report.changed) == ((), (200,))
 
 
 # ---- interruptions, and memory
