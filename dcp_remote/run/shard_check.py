@@ -70,6 +70,7 @@ class ShardChecker:
     def __init__(self, store: ObjectStore, *, depth: Depth, make_deadline: Callable[[], Deadline]) -> None:
         """Store the arguments; each request is retried until a deadline of its own."""
         self._store, self._depth, self._make_deadline = store, depth, make_deadline
+        self._rereading = RereadingStore(store)  # one for all, which warns once
 
     def check(self, part: ShardPart) -> ShardDamage | None:
         """Check a shard; one HEAD.
@@ -101,7 +102,7 @@ class ShardChecker:
             chosen = [blocks[0], *_random.sample(blocks[1:-1], _SAMPLED_BLOCKS - 2), blocks[-1]]
         if not self._find_bad_among(chosen, part, found_bytes, self._store):
             return []
-        return self._find_bad_among(blocks, part, found_bytes, RereadingStore(self._store))
+        return self._find_bad_among(blocks, part, found_bytes, self._rereading)
 
     def _find_bad_among(
         self, blocks: Sequence[_Block], part: ShardPart, found_bytes: int, store: ObjectStore

@@ -40,6 +40,7 @@ from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
 from tests.support.manifests import Layout, build, column, decode
+from tests.support.properties import examples
 from tests.support.runs import MeanwhileStore, copied, live, manifest_at, thin
 from tests.support.simulated_ranks import save_as_ranks
 
@@ -212,6 +213,7 @@ def test_a_bit_of_a_block_table_that_concerns_another_piece(run: MemoryStore) ->
     assert sole(Run(run).verify(200, depth="deep")).entries == ("model.frozen", "model.weight")
 
 
+@examples(40)
 @given(st.data())
 def test_random_bits(data: st.DataObject) -> None:
     """Flip bits anywhere in the shards of a run: named are the entries that `load` refuses, and those of tables."""
