@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Self
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag, parse_step
 from dcp_remote.cli.output import Output
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, join_some, shorten
-from dcp_remote.errors import InvalidArgumentError, StorageError
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run import verification
-from dcp_remote.run.verification import Damage, VerifyProgress
+from dcp_remote.run.lookup import exists
+from dcp_remote.run.shard_check import Damage, Depth
 from dcp_remote.storage import open_store
+from dcp_remote.storage.retrying import RetryingStore
 
-# Short for the first request, because a user waits: an outage is reported within seconds. Later ones outlast it.
+# Deadline for the first request, short because a user waits.
 _LOOK_SECONDS = 10.0
-
-_PROGRESS_SECONDS = 0.2
 
 
 def verify(
@@ -27,109 +27,72 @@ def verify(
     url: Url,
     *,
     step: Annotated[
-        Sequence[int | str] | None,
-        argument(
-            type=parse_step,
-            action="append",
-            metavar="N|NAME",
-            help="checkpoint to verify, by step, name or 'latest'; repeatable (default: all that are live)",
-        ),
+        int | str | None,
+        argument(type=parse_step, metavar="N|NAME", help="checkpoint of a run, by step or name (default: all)"),
     ] = None,
     quick: Annotated[bool, flag("compare only the lengths of shards, and read none")] = False,
-    deep: Annotated[bool, flag("read every byte that a checkpoint names, instead of three blocks of each shard")] = (
-        False
-    ),
-    after: Annotated[
-        str | None, argument(metavar="PLACE", help="go on behind the place that an interrupted `verify` has printed")
-    ] = None,
+    deep: Annotated[bool, flag("read every byte that a checkpoint names")] = False,
+    after: Annotated[str, argument(metavar="PLACE", help="go on from where an interrupted `verify` has stopped")] = "",
     storage_options: StorageOptions = None,
 ) -> bool:
     """Find damage in a run or checkpoint.
 
     Looks for missing, cut, replaced and changed shards and manifests, and names the entries and checkpoints that are
-    damaged. Costs a GET for each manifest and a HEAD for each shard; without --quick up to four GETs for each shard;
-    with --deep a GET for each 4 MiB. Exit code 1 if anything is damaged.
+    damaged. Reads three blocks of each shard. Exit code 1 if anything is damaged.
     """
     if quick and deep:
         raise InvalidArgumentError("--quick and --deep exclude each other.")
     store = open_store(url, storage_options)
-    progress = _Progress()
-    try:
-        report = verification.verify(
-            store,
-            steps=step or (),
-            depth="quick" if quick else "deep" if deep else "sample",
-            after=after,
-            look_seconds=_LOOK_SECONDS,
-            report_progress=progress.show,
-        )
-    except (KeyboardInterrupt, StorageError):
-        progress.say_where()
-        raise
-    finally:
-        progress.clear()
-    checked = f"{format_count(report.shards, 'shard')}, {human_bytes(report.size_bytes)}"
-    if report.steps:
-        checked = f"{format_count(len(report.steps), 'checkpoint')}, {checked}"
-    out.say(f"{report.url}: {checked}; {human_bytes(report.read_bytes)} read ({report.depth})")
+    # Asked apart, since later requests wait for an outage to end: so a wrong endpoint is reported within seconds.
+    exists(RetryingStore(store, Deadline(_LOOK_SECONDS)), CATALOG_KEY)
+    depth: Depth = "quick" if quick else "deep" if deep else "sample"
+    with _Progress() as progress:
+        report = verification.verify(store, step=step, depth=depth, after=after, report_progress=progress.show)
+    checkpoints = f"{format_count(len(report.steps), 'checkpoint')}, " if report.steps else ""
+    shards, size = format_count(report.shards, "shard"), human_bytes(report.read_bytes)
+    out.say(f"{store.url}: {checkpoints}{shards}; {size} read ({depth})")
     for damage in report.damage:
-        out.say(*_describe(damage))
+        steps = f" (of step {join_some(damage.steps)})" if damage.steps else ""
+        out.say(f"{damage.key}{steps}: {damage.reason}")
+        if damage.entries:
+            out.say(f"    {join_some([shorten(name) for name in damage.entries])}")
     if report.changed:
-        out.say(f"deleted, replaced or thinned meanwhile, and not judged: {_name_steps(report.changed)}")
+        out.say(f"deleted, replaced or thinned meanwhile, and not judged: step {join_some(report.changed)}")
     if report.damage:
-        steps = sorted({step for damage in report.damage for step in damage.steps})
-        count = format_count(len({damage.key for damage in report.damage}), "object")
-        out.say(f"DAMAGED: {count}" + (f", of {_name_steps(steps)}" if steps else ""))
+        out.say(f"DAMAGED: {format_count(len(report.damage), 'object')}")
         out.say("Use another checkpoint. One save with dedup=False sends again what checkpoints of a run share.")
     else:
         out.say("no damage was found" + (f" behind {after}" if after else ""))
-    out.give({**asdict(report), "is_sound": report.is_sound})
-    return not report.is_sound
-
-
-def _describe(damage: Damage) -> list[str]:
-    steps = f" ({_name_steps(damage.steps)})" if damage.steps else ""
-    entries = [f"    {join_some([shorten(name) for name in damage.entries])}"] if damage.entries else []
-    return [f"{damage.key}{steps}: {damage.reason}", *entries]
-
-
-def _name_steps(steps: Sequence[int]) -> str:
-    return f"step{'s' * (len(steps) > 1)} {join_some(steps)}"
+    out.give({"url": store.url, "depth": depth, **asdict(report)})
+    return bool(report.damage)
 
 
 class _Progress:
     """Line on a terminal, on standard error; and where to go on after an interruption."""
 
     def __init__(self) -> None:
-        self._shards, self._shown_seconds = 0, 0.0
-        self._last: VerifyProgress | None = None
+        self._shards, self._place = 0, ""
         self._damaged: list[str] = []
 
-    def show(self, progress: VerifyProgress) -> None:
-        """Count a shard; rewrite the line, a few times a second."""
-        self._shards, self._last = self._shards + 1, progress
-        if progress.damage is not None:
-            self._damaged.append(f"{progress.key}: {progress.damage.reason}")
-        if sys.stderr.isatty() and time.monotonic() - self._shown_seconds > _PROGRESS_SECONDS:
-            self._shown_seconds = time.monotonic()
-            step = "" if progress.step is None else f"step {progress.step}, "
-            text = f"{step}{format_count(self._shards, 'shard')}, {human_bytes(progress.read_bytes)} read"
-            _write(f"\r\x1b[K{text}, {len(self._damaged)} damaged")
+    def __enter__(self) -> Self:
+        return self
 
-    def clear(self) -> None:
-        """Remove the line."""
-        if self._shown_seconds:
-            _write("\r\x1b[K")
+    def show(self, place: str, damage: Damage | None, read_bytes: int) -> None:
+        """Count a shard; rewrite the line."""
+        self._shards, self._place = self._shards + 1, place
+        if damage is not None:
+            self._damaged.append(f"{damage.key}: {damage.reason}")
+        if sys.stderr.isatty():
+            text = (
+                f"{format_count(self._shards, 'shard')}, {human_bytes(read_bytes)} read, {len(self._damaged)} damaged"
+            )
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
-    def say_where(self) -> None:
-        """Print what was found, and the place to go on from."""
-        self.clear()
-        for text in self._damaged:
-            _write(f"damaged, or deleted meanwhile: {escape_unprintable(text)}\n")
-        if self._last is not None:
-            _write(f"to go on: --after {self._last.place}\n")
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the line; print the damage that an interrupted call has found, and the place to go on from."""
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if kind is not None and self._place:
+            for text in self._damaged:
+                print(f"damaged, or deleted meanwhile: {escape_unprintable(text)}", file=sys.stderr)
+            print(f"to go on: --after {self._place}", file=sys.stderr)

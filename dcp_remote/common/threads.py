@@ -169,23 +169,21 @@ def submit_or_run(pool: Workers, call: Callable[[], T]) -> Future[T]:
 
 
 def map_in_order(
-    call: Callable[[S], T], values: Iterable[S], *, threads: int, ahead: int, name: str
+    call: Callable[[S], T], values: Iterable[S], *, threads: int, name: str
 ) -> Generator[tuple[S, T], None, None]:
     """Call a function with each value in worker threads; yield values and results in order, or raise the first error.
 
-    At most `ahead` values are held at a time. `values` is consumed in the caller's thread. When this generator is
-    closed, calls that have begun go on, and no other begins.
+    As many values as threads are held. When this generator is closed, calls that have begun go on, and no other begins.
     """
     workers = Workers(threads, name)
     begun: deque[tuple[S, Future[T]]] = deque()
     try:
         for value in values:
-            begun.append((value, submit_or_run(workers, partial(call, value))))
-            if len(begun) >= ahead:
+            if len(begun) == threads:
                 first, future = begun.popleft()
                 yield first, future.result()
-        while begun:
-            first, future = begun.popleft()
+            begun.append((value, submit_or_run(workers, partial(call, value))))
+        for first, future in begun:
             yield first, future.result()
     finally:
         workers.shutdown(wait=False)

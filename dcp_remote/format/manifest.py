@@ -6,6 +6,7 @@ times: the numbers of a decoded `Manifest` need no further check.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from dcp_remote.common.arrays import I64, group_offsets, sorted_unique
+from dcp_remote.common.arrays import I64, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
 
 MANIFEST_KEY = "manifest.json"
@@ -243,15 +244,13 @@ class Manifest:
         for position in range(len(objects) + len(self.tensors.names)):
             yield objects[position] if position in objects else next(tensors)
 
-    def names_of_pieces(self, pieces: I64) -> list[str]:
-        """Return the names of the tensors and objects that these pieces belong to, each once."""
+    def name_of_piece(self, piece: int) -> str:
+        """Return the name of the tensor or object that a piece belongs to."""
         tensors = self.tensors
-        of_tensors = pieces < tensors.piece_first[-1]
-        chunks = np.searchsorted(tensors.piece_first, pieces[of_tensors], side="right") - 1
-        numbers = sorted_unique(np.searchsorted(tensors.chunk_first, chunks, side="right") - 1)
-        firsts = [item.piece_first for item in self.stored]
-        objects = sorted_unique(np.searchsorted(firsts, pieces[~of_tensors], side="right") - 1)
-        return [tensors.names[number] for number in numbers] + [self.stored[number].name for number in objects]
+        if piece >= int(tensors.piece_first[-1]):
+            return self.stored[bisect_right(self.stored, piece, key=lambda item: item.piece_first) - 1].name
+        chunk = int(tensors.piece_first.searchsorted(piece, side="right")) - 1
+        return tensors.names[int(tensors.chunk_first.searchsorted(chunk, side="right")) - 1]
 
     @property
     def total_bytes(self) -> int:

@@ -183,34 +183,23 @@ class Run:
         """Compare what is stored with the manifests: which shards and entries are damaged, and of which checkpoints.
 
         A shard that several checkpoints name is read once. Objects that no checkpoint names are not looked at, nor are
-        headers of shards, which no load needs. A checkpoint that is deleted meanwhile is not damaged. Also verifies a
-        checkpoint by itself, if `step` is None.
-
-        Costs a GET for the catalog and one for each manifest, and a HEAD for each shard; where damage is found, again a
-        GET for the catalog and for each manifest. Holds up to 256 MiB, five manifests, and 8 bytes for each piece.
+        headers of shards, which no load needs. A checkpoint that is deleted meanwhile is not damaged. Costs a GET for
+        the catalog and one for each manifest, and a HEAD for each shard; where damage is found, again a GET for the
+        catalog and for each manifest. Holds up to 128 MiB, five manifests, and 8 bytes for each piece.
 
         Args:
-            step: Step or name of one checkpoint; None is all that are live, abandoned ones included.
+            step: Step or name of one checkpoint; None is all that are live, or a checkpoint by itself.
             depth: "quick" compares the lengths of shards, and reads none. "sample" also reads up to three blocks of
                 each shard (at most 1 MiB each, other ones in each call) and its block table: up to four GETs. "deep"
-                reads all that the checkpoints name: a GET for each 4 MiB.
-
-        Returns:
-            The report, whose `damage` is empty if the checkpoints are sound. Damaged catalogs are raised.
+                reads all that the checkpoints name: a GET for each block table, and for each 4 MiB.
 
         Raises:
+            CorruptCheckpointError: The catalog is damaged or lost; all other damage is in the report.
             CheckpointGoneError: A checkpoint by itself was replaced meanwhile.
         """
         if step is not None:
             require_step_or_name(step)
-        timeout_seconds = self._timeout_seconds
-        return verify(
-            self._store,
-            steps=() if step is None else (step,),
-            depth=depth,
-            look_seconds=timeout_seconds,
-            retry_seconds=timeout_seconds,
-        )
+        return verify(self._store, step=step, depth=depth, retry_seconds=self._timeout_seconds)
 
     def wait_for_newer(
         self, step: int | None, *, timeout_seconds: float, poll_seconds: float = POLL_SECONDS

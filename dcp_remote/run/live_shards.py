@@ -94,5 +94,5 @@ def in_parallel(call: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
     """Call a function with each value, four at a time; return the results in order, or raise the first error."""
     if len(values) <= 1:
         return [call(value) for value in values]
-    found = map_in_order(call, values, threads=READS_IN_FLIGHT, ahead=max(1, len(values)), name="dcp_remote-manifests")
+    found = map_in_order(call, values, threads=READS_IN_FLIGHT, name="dcp_remote-manifests")
     return [result for _, result in found]

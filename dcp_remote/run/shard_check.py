@@ -4,166 +4,150 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, digest, piece_digest, table_entries
+from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, digest, piece_digest
 from dcp_remote.common.geometry import ByteRange
 from dcp_remote.common.text import human_bytes
-from dcp_remote.common.units import KiB, MiB
-from dcp_remote.errors import CorruptCheckpointError, ObjectNotFoundError
-from dcp_remote.format.manifest import Pieces
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import ObjectNotFoundError
+from dcp_remote.format.manifest import Pieces, Shards
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RetryingStore
 
 Depth: TypeAlias = Literal["quick", "sample", "deep"]
 
-# Bytes of one request, and of the buffer of one check; at least that of the largest block.
+# Bytes of one request; at least those of the largest block.
 RANGE_BYTES_MAX = 4 * MiB
-
-# Blocks with a smaller gap between them are read by one request.
-_GAP_BYTES = 16 * KiB
-
-# Blocks of a shard in a sample: the first, the last, and others at random.
-_SAMPLED_BLOCKS = 3
 
 # Generator of its own: that of the process belongs to the training, which saves its state in checkpoints.
 _random = random.SystemRandom()
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPart:
-    """Shard as a manifest describes it, and the pieces in it that are to be checked."""
+class Damage:
+    """Damaged object of a run or checkpoint.
 
-    step: int | None  # of the checkpoint; None outside a run
+    Attributes:
+        key: Key of the object, relative to the URL of the run or checkpoint.
+        kind: "missing", "length" or "bytes" of a shard; "manifest" if a manifest is missing or cannot be read.
+        reason: Text for people that says what was found.
+        ranges: Damaged bytes of a shard, as far as they are known.
+        steps: Steps of all live checkpoints that name the object, ascending; () for a checkpoint by itself.
+        entries: Names of the tensors and objects that need these bytes; all of a shard that is missing.
+    """
+
     key: str
-    size_bytes: int
-    table: ByteRange  # bytes of the block table
-    table_digest: bytes
+    kind: Literal["missing", "length", "bytes", "manifest"]
+    reason: str
+    ranges: tuple[ByteRange, ...] = ()
+    steps: tuple[int, ...] = ()
+    entries: tuple[str, ...] = ()
+
+
+class ShardPart(NamedTuple):
+    """Shard, and pieces in it that are to be checked."""
+
+    place: str  # to go on from: `after` of another verification
+    shard: Shards  # one
     pieces: Pieces  # by ascending start
 
 
-@dataclass(frozen=True, slots=True)
-class ShardDamage:
-    """Damage that was found in a shard."""
-
-    kind: Literal["missing", "length", "bytes"]
-    reason: str
-    ranges: tuple[ByteRange, ...]  # damaged bytes of the shard, as far as they are known
-
-
 class _Block(NamedTuple):
-    piece: int  # index among the pieces of the part
-    number: int  # in the piece
-    start: int  # first byte in the shard
-    stop: int  # one past the last byte
+    span: ByteRange  # in the shard
+    twice_digested: bytes  # digest of the digest of the block: of a piece of one block, this is the piece's own
 
 
 class ShardChecker:
-    """Checks shards, of one store and to one depth; for many threads at a time, each with a buffer of 4 MiB."""
+    """Checks shards, of one store and to one depth; for many threads at a time."""
 
     def __init__(self, store: ObjectStore, *, depth: Depth, make_deadline: Callable[[], Deadline]) -> None:
         """Store the arguments; each request is retried until a deadline of its own."""
-        self._store, self._depth, self._make_deadline = store, depth, make_deadline
-        self._rereading = RereadingStore(store)  # one for all, which warns once
+        self._depth, self._make_deadline = depth, make_deadline
+        # Bytes that do not match are read once more, by another way. One store for all shards, which warns once.
+        self._stores = (store, RereadingStore(store))
 
-    def check(self, part: ShardPart) -> ShardDamage | None:
+    def check(self, part: ShardPart) -> Damage | None:
         """Check a shard; one HEAD.
 
-        A sample also costs a GET for the block table, if the shard has one, and up to three for blocks; the whole part
-        costs a GET per 4 MiB. Where bytes do not match, the whole part is read once more, by another way.
+        A sample also costs a GET for the block table, if the shard has one, and up to three for blocks; a deep check
+        costs a GET for the table and one for each 4 MiB, as does a sample that finds damage.
         """
+        key, size_bytes = part.shard.keys[0], int(part.shard.sizes[0])
         try:
-            found_bytes = RetryingStore(self._store, self._make_deadline()).head(part.key).size_bytes
-            bad = self._find_bad(part, found_bytes) if self._depth != "quick" else []
+            found_bytes = RetryingStore(self._stores[0], self._make_deadline()).head(key).size_bytes
+            bad = [] if self._depth == "quick" else self._find_bad(part, found_bytes)
         except ObjectNotFoundError:
-            return ShardDamage("missing", "missing", (ByteRange(0, part.size_bytes),))
-        if found_bytes != part.size_bytes:
-            bad += [ByteRange(found_bytes, part.size_bytes)] if found_bytes < part.size_bytes else []
-            return ShardDamage("length", f"{found_bytes} bytes instead of {part.size_bytes}", tuple(bad))
+            return Damage(key, "missing", "missing", (ByteRange(0, size_bytes),))
+        if found_bytes < size_bytes:
+            bad.append(ByteRange(found_bytes, size_bytes))
+        if found_bytes != size_bytes:
+            return Damage(key, "length", f"{found_bytes} bytes instead of {size_bytes}", tuple(bad))
         if not bad:
             return None
         total = human_bytes(sum(one.length for one in bad))
-        return ShardDamage("bytes", f"{total} from byte {bad[0].start} on differ", tuple(bad))
+        return Damage(key, "bytes", f"{total} from byte {bad[0].start} on differ", tuple(bad))
 
     def _find_bad(self, part: ShardPart, found_bytes: int) -> list[ByteRange]:
-        # Pieces behind the end are damaged anyway, and a hostile manifest may claim any length for them.
-        is_inside = part.pieces.start + part.pieces.length <= found_bytes
-        part = replace(part, pieces=part.pieces.take(np.flatnonzero(is_inside)))
-        blocks = list(_iterate_blocks(part.pieces))
-        chosen = blocks
-        if self._depth == "sample" and found_bytes == part.size_bytes and len(blocks) > _SAMPLED_BLOCKS:
-            # The ends, where a cut or a write that stopped shows; the others change from one call to the next.
-            chosen = [blocks[0], *_random.sample(blocks[1:-1], _SAMPLED_BLOCKS - 2), blocks[-1]]
-        if not self._find_bad_among(chosen, part, found_bytes, self._store):
+        """Return the ranges before the end that do not match: the block table, and blocks."""
+        shard, data_start = part.shard, int(part.shard.data_starts[0])
+        span = ByteRange(data_start - int(shard.table_lengths[0]), data_start)
+        if found_bytes < data_start:
             return []
-        return self._find_bad_among(blocks, part, found_bytes, self._rereading)
+        table, bad = memoryview(b""), list[ByteRange]()
+        if span.length:
+            table, bad = self._read(part, [_Block(span, piece_digest(shard.table_digests))])
+        # Without a table, longer pieces are named as damaged in any case.
+        blocks = [
+            block for block in _iterate_blocks(part.pieces, None if bad else table) if block.span.stop <= found_bytes
+        ]
+        is_sample = self._depth == "sample" and found_bytes == shard.sizes[0] and bool(blocks) and not bad
+        # The ends, where a cut or a write that stopped shows; the one between changes from one call to the next.
+        if is_sample and not self._compare(part, dict.fromkeys([blocks[0], _random.choice(blocks), blocks[-1]])):
+            return []
+        return bad + self._compare(part, blocks)
 
-    def _find_bad_among(
-        self, blocks: Sequence[_Block], part: ShardPart, found_bytes: int, store: ObjectStore
-    ) -> list[ByteRange]:
-        """Return the ranges of the block table and of these blocks that do not match, ascending."""
-        groups = list(_group(blocks))
-        table_length = part.table.length if part.table.stop <= found_bytes else 0
-        buffer = memoryview(bytearray(max([table_length, *map(_length, groups)])))
+    def _compare(self, part: ShardPart, blocks: Iterable[_Block]) -> list[ByteRange]:
+        """Return the ranges of the blocks that do not match."""
+        return [one for group in _group(blocks) for one in self._read(part, group)[1]]
 
-        def read(start: int, length: int) -> memoryview:
-            """Return bytes of the shard; none if the shard was cut meanwhile."""
-            try:
-                if length:
-                    RetryingStore(store, self._make_deadline()).get_into(part.key, start, buffer[:length])
-                return buffer[:length]
-            except CorruptCheckpointError:
-                return buffer[:0]
-
-        table = bytes(read(part.table.start, table_length))
-        is_table_good = not part.table.length or digest(table) == part.table_digest
-        digests: dict[_Block, bytes] = {}
-        for group in groups:
-            start = group[0].start
-            data = read(start, _length(group))
-            digests |= {block: digest(data[block.start - start : block.stop - start]) for block in group}
+    def _read(self, part: ShardPart, group: Sequence[_Block]) -> tuple[memoryview, list[ByteRange]]:
+        """Read neighbors by one GET, or by two if any does not match; return the bytes, and the ranges that do not."""
+        start = group[0].span.start
+        data = memoryview(bytearray(group[-1].span.stop - start))
         bad: list[ByteRange] = []
-        for piece, members in groupby(blocks, key=lambda block: block.piece):
-            own = list(members)
-            whole = part.pieces.digest(piece)
-            count = table_entries(int(part.pieces.length[piece]))
-            first = int(part.pieces.table[piece]) * DIGEST_BYTES
-            entries = table[first : first + count * DIGEST_BYTES]
-            if count and is_table_good and piece_digest(entries) == whole:
-                known = [entries[at : at + DIGEST_BYTES] for at in range(0, len(entries), DIGEST_BYTES)]
-                bad += [ByteRange(one.start, one.stop) for one in own if digests[one] != known[one.number]]
-                continue
-            # A table that is the one that was written, and disagrees with the piece, is damaged as well.
-            is_table_good = is_table_good and not count
-            if len(own) == max(count, 1) and piece_digest(b"".join(digests[one] for one in own)) != whole:
-                bad.append(ByteRange(own[0].start, own[-1].stop))
-        return bad if is_table_good else [part.table, *bad]
+        for store in self._stores:
+            RetryingStore(store, self._make_deadline()).get_into(part.shard.keys[0], start, data)
+            found = [digest(data[span.start - start : span.stop - start]) for span, _ in group]
+            bad = [span for (span, known), one in zip(group, found, strict=True) if piece_digest(one) != known]
+            if not bad:
+                break
+        return data, bad
 
 
-def _iterate_blocks(pieces: Pieces) -> Iterator[_Block]:
-    for piece, (start, length) in enumerate(zip(pieces.start.tolist(), pieces.length.tolist(), strict=True)):
-        size = block_bytes(length)
-        for number, at in enumerate(range(start, start + length, size)):
-            yield _Block(piece, number, at, min(at + size, start + length))
+def _iterate_blocks(pieces: Pieces, table: memoryview | None) -> Iterator[_Block]:
+    columns = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
+    for piece, (start, length, first) in enumerate(columns):
+        stop, size = start + length, block_bytes(length)
+        if 0 < length <= size:
+            yield _Block(ByteRange(start, stop), pieces.digest(piece))
+        elif table is not None:
+            for number, at in enumerate(range(start, stop, size), first):
+                known = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                yield _Block(ByteRange(at, min(at + size, stop)), piece_digest(bytes(known)))
 
 
 def _group(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
     """Yield neighbors, of at most 4 MiB together, each of which one request reads."""
     group: list[_Block] = []
     for block in blocks:
-        if group and (block.start - group[-1].stop > _GAP_BYTES or block.stop - group[0].start > RANGE_BYTES_MAX):
+        span = block.span
+        if group and (span.start != group[-1].span.stop or span.stop - group[0].span.start > RANGE_BYTES_MAX):
             yield group
             group = []
         group.append(block)
     if group:
         yield group
-
-
-def _length(group: Sequence[_Block]) -> int:
-    return group[-1].stop - group[0].start

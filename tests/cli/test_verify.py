@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -62,11 +61,11 @@ def test_a_sound_run(cli: CommandLine, run: Path, depth: str) -> None:
     """Print how much was looked at, and that nothing was found."""
     options = [] if depth == "sample" else [f"--{depth}"]
     first, last = cli.run("verify", run, *options).lines
-    assert first.startswith(f"file://{run}: 2 checkpoints, 3 shards, ")
+    assert first.startswith(f"file://{run}: 2 checkpoints, 3 shards; ")
     assert first.endswith(f" read ({depth})")
     assert last == "no damage was found"
     document = verified(cli, run, *options)
-    assert (document["is_sound"], document["depth"], document["steps"]) == (True, depth, [1, 2])
+    assert (document["damage"], document["depth"], document["steps"]) == ([], depth, [1, 2])
 
 
 def test_damage_is_printed(cli: CommandLine, run: Path) -> None:
@@ -78,16 +77,16 @@ def test_damage_is_printed(cli: CommandLine, run: Path) -> None:
     lines = {line.split()[0]: (line, entries) for line, entries in zip(shown[:-2:2], shown[1:-2:2], strict=True)}
     assert set(lines) == {str(path.relative_to(run)) for path in (frozen, own)}
     line, entries = lines[str(frozen.relative_to(run))]
-    assert " (steps 1, 2): " in line
+    assert " (of step 1, 2): " in line
     assert line.endswith(" differ")
     assert entries == "    model.frozen"
     line, entries = lines[str(own.relative_to(run))]
-    assert line.endswith(" (step 2): missing")
+    assert line.endswith(" (of step 2): missing")
     assert entries == "    optim.m"
-    assert shown[-2] == "DAMAGED: 2 objects, of steps 1, 2"
+    assert shown[-2] == "DAMAGED: 2 objects"
     document = verified(cli, run, "--step", "1", code=1)
     assert [(damage["kind"], damage["steps"]) for damage in document["damage"]] == [("bytes", [1, 2])]
-    assert verified(cli, run, "--quick", "--step", "1")["is_sound"]
+    assert not verified(cli, run, "--quick", "--step", "1")["damage"]
     flip(next(run.glob("manifests/step-000000000001-*")))
     kinds = [damage["kind"] for damage in verified(cli, run, "--deep", code=1)["damage"]]
     assert sorted(kinds) == ["bytes", "manifest", "missing"]
@@ -135,7 +134,7 @@ def test_after_an_interruption_it_goes_on(
     assert shown.out == ""
     found, place, *reason = shown.err.splitlines()[-2 - (code == 3) :]
     assert found.startswith(f"damaged, or deleted meanwhile: {paths[0]}: ")
-    assert place == f"to go on: --after 1:{paths[1]}"
+    assert place == f"to go on: --after 000000000001:{paths[1]}"
     assert [line.startswith("dcp-remote: Injected.") for line in reason] == [True] * (code == 3)
     document = verified(cli, run, "--deep", "--after", place.split()[-1], code=1)
     assert (document["shards"], [damage["key"] for damage in document["damage"]]) == (1, [paths[-1]])
@@ -146,18 +145,9 @@ def test_progress_on_a_terminal_alone(cli: CommandLine, run: Path, monkeypatch: 
     assert cli.run("verify", run).err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     shown = cli.run("verify", run)
-    assert "step 1, 1 shard, " in shown.err
+    assert "1 shard, " in shown.err
     assert shown.err.endswith("\r\x1b[K")
     assert shown.lines[1] == "no damage was found"
-
-
-def test_starts_without_torch(run: Path) -> None:
-    """Run it in a process of its own."""
-    script = (
-        "import sys; from dcp_remote.cli import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    subprocess.run([sys.executable, "-c", script, "verify", str(run), "--deep"], check=True, capture_output=True)
 
 
 def test_on_s3(cli: CommandLine, s3_server: S3Server) -> None:
@@ -166,7 +156,7 @@ def test_on_s3(cli: CommandLine, s3_server: S3Server) -> None:
     url = "s3://verify/run"
     save_run(url, storage_options=s3_server.storage_options)
     options = [f"--option={name}={value}" for name, value in s3_server.storage_options.items()]
-    assert verified(cli, url, "--deep", *options)["is_sound"]
+    assert not verified(cli, url, "--deep", *options)["damage"]
     store = open_store(url, s3_server.storage_options)
     whole, cut, *_ = store.list("shards/")
     store.put(cut.key, [store.get(cut.key, limit_bytes=cut.size_bytes).data[:-9]])
