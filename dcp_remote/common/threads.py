@@ -8,16 +8,13 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Generic, TypeVar
 
 from dcp_remote.common.deadline import Clock
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 # A thread that waits for a transfer checks its deadline this often, since another thread may let the deadline expire.
@@ -166,27 +163,6 @@ def submit_or_run(pool: Workers, call: Callable[[], T]) -> Future[T]:
     except RuntimeError:
         once()
     return once.future
-
-
-def map_in_order(
-    call: Callable[[S], T], values: Iterable[S], *, threads: int, name: str
-) -> Generator[tuple[S, T], None, None]:
-    """Call a function with each value in worker threads; yield values and results in order, or raise the first error.
-
-    As many values as threads are held. When this generator is closed, calls that have begun go on, and no other begins.
-    """
-    workers = Workers(threads, name)
-    begun: deque[tuple[S, Future[T]]] = deque()
-    try:
-        for value in values:
-            if len(begun) == threads:
-                first, future = begun.popleft()
-                yield first, future.result()
-            begun.append((value, submit_or_run(workers, partial(call, value))))
-        for first, future in begun:
-            yield first, future.result()
-    finally:
-        workers.shutdown(wait=False)
 
 
 class Cancellation:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import zstandard
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.threads import map_in_order
+from dcp_remote.common.threads import Workers, submit_or_run
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -90,9 +91,13 @@ def _pack(keys: Iterable[str]) -> bytes:
     return zstandard.ZstdCompressor().compress("\n".join(keys).encode("ascii"))
 
 
-def in_parallel(call: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
-    """Call a function with each value, four at a time; return the results in order, or raise the first error."""
+def in_parallel(call: Callable[[_S], _T], values: Sequence[_S], *, threads: int = READS_IN_FLIGHT) -> list[_T]:
+    """Call a function with each value, some at a time; return the results in order, or raise the first error."""
     if len(values) <= 1:
         return [call(value) for value in values]
-    found = map_in_order(call, values, threads=READS_IN_FLIGHT, name="dcp_remote-manifests")
-    return [result for _, result in found]
+    workers = Workers(threads, "dcp_remote-run")
+    try:
+        futures = [submit_or_run(workers, partial(call, value)) for value in values]
+        return [future.result() for future in futures]
+    finally:
+        workers.shutdown(wait=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias, get_args
 
 import numpy as np
@@ -16,13 +17,13 @@ import xxhash
 from dcp_remote.common.arrays import I64
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import BLOCK_BYTES_MIN
-from dcp_remote.common.threads import Cancellation, map_in_order
+from dcp_remote.common.threads import Cancellation
 from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run.catalog_store import require_catalog
 from dcp_remote.run.info import catalog_of
-from dcp_remote.run.live_shards import READS_IN_FLIGHT
+from dcp_remote.run.live_shards import READS_IN_FLIGHT, in_parallel
 from dcp_remote.run.lookup import find_entry, no_run, read_entry, read_manifest
 from dcp_remote.run.shard_check import Damage, Depth, ShardChecker, ShardPart
 from dcp_remote.storage.base import ObjectStore
@@ -31,6 +32,9 @@ from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
 # Shards that are checked at a time, each with two copies of a range of 4 MiB: 128 MiB together.
 _CHECKS_IN_FLIGHT = 16
+
+# Shards after which the place to go on from is reported; so many that threads seldom wait for the last of them.
+_BATCH = 64
 
 # Entries of checkpoints; None stands for a checkpoint by itself.
 _Entries: TypeAlias = Sequence[Entry | None]
@@ -85,20 +89,20 @@ def verify(
         raise no_run(RetryingStore(counting, Deadline(retry_seconds)), step)
     walk = _Walk(counting, entries, retry_seconds=retry_seconds)
     checker = ShardChecker(counting, depth=depth, make_deadline=lambda: Deadline(retry_seconds, cancellation.clock))
-    checks = map_in_order(checker.check, walk.parts(after), threads=_CHECKS_IN_FLIGHT, name="dcp_remote-verify")
+    parts = walk.parts(after)
     shards = 0
     damaged: dict[str, Damage] = {}
     try:
-        for part, damage in checks:
-            shards += 1
-            if damage is not None:
-                before = damaged[damage.key].ranges if damage.key in damaged else ()
-                damaged[damage.key] = replace(damage, ranges=before + damage.ranges)
-            if report_progress is not None:
-                report_progress(part.place, damage, counting.counts.got_bytes)
+        while batch := list(islice(parts, _BATCH)):
+            for part, damage in zip(batch, in_parallel(checker.check, batch, threads=_CHECKS_IN_FLIGHT), strict=True):
+                shards += 1
+                if damage is not None:
+                    before = damaged[damage.key].ranges if damage.key in damaged else ()
+                    damaged[damage.key] = replace(damage, ranges=before + damage.ranges)
+                if report_progress is not None:
+                    report_progress(part.place, damage, counting.counts.got_bytes)
     finally:
         cancellation.cancel()
-        checks.close()
     changed, found = walk.judge(damaged)
     steps = tuple(entry.step for entry in entries if entry is not None)
     return VerifyReport(steps, changed, shards, counting.counts.got_bytes, found)
@@ -173,7 +177,9 @@ class _Walk:
             except (CheckpointGoneError, CorruptCheckpointError) as error:
                 return error
 
-        return map_in_order(read, entries, threads=READS_IN_FLIGHT, name="dcp_remote-manifests")
+        for first in range(0, len(entries), READS_IN_FLIGHT):  # bounds memory
+            some = entries[first : first + READS_IN_FLIGHT]
+            yield from zip(some, in_parallel(read, some), strict=True)
 
 
 def _steps_of(entry: Entry | None) -> tuple[int, ...]:

@@ -130,6 +130,7 @@ def test_after_an_interruption_it_goes_on(
     faults = [Fault("request", is_last, persistent=True, error=lambda: error)]
     with monkeypatch.context() as patched:
         patched.setattr("dcp_remote.cli.verify.open_store", open_with(partial(FaultyStore, faults=faults)))
+        patched.setattr("dcp_remote.run.verification._BATCH", 1)
         shown = cli.run("verify", run, "--deep", code=code)
     assert shown.out == ""
     found, place, *reason = shown.err.splitlines()[-2 - (code == 3) :]

@@ -30,6 +30,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.run import verification
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.shard_check import Damage, Depth
 from dcp_remote.run.verification import VerifyReport, verify
@@ -257,41 +258,21 @@ def test_pieces_that_an_earlier_checkpoint_does_not_name() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_missing_shard(run: MemoryStore, depth: Depth) -> None:
-    """Delete a shard that all name: all of its entries are named."""
+@pytest.mark.parametrize("size", [None, 0, 5, 700_000, -1, 4])
+def test_a_shard_that_is_missing_too_short_or_too_long(run: MemoryStore, depth: Depth, size: int | None) -> None:
+    """Delete, cut or lengthen a shard that all name: the entries behind the cut are named, and no other."""
     manifest = manifest_at(run, 100)
     key, _, _ = place_of(manifest, "model.frozen")
-    del run.space.objects[key]
-    damage = sole(Run(run).verify(depth=depth))
-    assert (damage.key, damage.kind, damage.steps) == (key, "missing", (100, 200, 300))
-    assert damage.entries == entries_in(manifest, key)
-    assert sole(Run(run).verify(300, depth=depth)).steps == (100, 200, 300)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("kept", [0, 5, 0.5, -1])
-def test_a_shard_that_is_too_short(run: MemoryStore, depth: Depth, kept: float) -> None:
-    """Cut a shard: the entries behind the cut are named, and with them those whose table was cut off."""
-    manifest = manifest_at(run, 100)
-    key, _, _ = place_of(manifest, "model.frozen")
-    size = len(run.space.objects[key].data)
-    stop = size - 1 if kept < 0 else int(kept * size) if 0 < kept < 1 else int(kept)
-    change(run, key, lambda data: data.__delitem__(slice(stop, None)))
-    damage = sole(Run(run).verify(depth=depth))
-    assert (damage.kind, damage.reason) == ("length", f"{stop} bytes instead of {size}")
-    assert damage.entries == entries_in(manifest, key, stop)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_shard_that_is_too_long(run: MemoryStore, depth: Depth) -> None:
-    """Append to a shard, of which no entry is damaged; then damage one as well, which is named where bytes are read."""
-    key, start, _ = place_of(manifest_at(run, 200), "optim.m")
-    change(run, key, lambda data: data.extend(b"more"))
-    damage = sole(Run(run).verify(depth=depth))
-    assert (damage.kind, damage.entries, damage.steps) == ("length", (), (200,))
-    flip(run, key, start + 90_000)
-    damage = sole(Run(run).verify(depth=depth))
-    assert (damage.kind, damage.entries) == ("length", () if depth == "quick" else ("optim.m",))
+    data = run.space.objects[key].data
+    kept = (data + b"more")[: len(data) + size if size in (-1, 4) else size]
+    change(run, key, lambda held: held.__setitem__(slice(None), kept))
+    if size is None:
+        del run.space.objects[key]
+    damage = sole(Run(run).verify(300, depth=depth))
+    assert damage.kind == ("missing" if size is None else "length")
+    assert damage.reason == ("missing" if size is None else f"{len(kept)} bytes instead of {len(data)}")
+    assert (damage.key, damage.steps) == (key, (100, 200, 300))
+    assert damage.entries == entries_in(manifest, key, 0 if size is None else len(kept))
 
 
 def test_objects_that_no_checkpoint_names_are_no_damage(run: MemoryStore) -> None:
@@ -416,11 +397,12 @@ def test_a_damaged_manifest_of_a_checkpoint_that_is_deleted_meanwhile(run: Memor
 # ---- interruptions, and memory
 
 
-def test_interrupted_and_continued(run: MemoryStore) -> None:
+def test_interrupted_and_continued(run: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail for ever from each request on, and go on behind the last place: together, every shard is checked once."""
     shards = {key for step in (100, 200, 300) for key in manifest_at(run, step).shards.keys}
     key, start, _ = place_of(manifest_at(run, 300), "optim.m")
     flip(run, key, start)
+    monkeypatch.setattr(verification, "_BATCH", 2)
     places = 0
     for number in range(2, 60, 3):
         seen: list[tuple[str, Damage | None, int]] = []
