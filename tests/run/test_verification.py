@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -80,15 +79,15 @@ def run() -> MemoryStore:
     return copied(_RUN)
 
 
-def change(store: MemoryStore, key: str, how: Callable[[bytearray], object]) -> None:
+def put(store: MemoryStore, key: str, data: bytes) -> None:
     """Change an object without the store."""
-    data = bytearray(store.space.objects[key].data)
-    how(data)
-    store.space.objects[key] = replace(store.space.objects[key], data=bytes(data))
+    store.space.objects[key] = replace(store.space.objects[key], data=data)
 
 
 def flip(store: MemoryStore, key: str, at: int, bit: int = 0) -> None:
-    change(store, key, lambda data: data.__setitem__(at, data[at] ^ 1 << bit))
+    data = bytearray(store.space.objects[key].data)
+    data[at] ^= 1 << bit
+    put(store, key, bytes(data))
 
 
 def sole(report: VerifyReport) -> Damage:
@@ -137,17 +136,19 @@ def test_a_sound_run_and_its_requests(run: MemoryStore, depth: Depth) -> None:
     assert len(recording.calls) == 4 + len(keys) + sum(reads.values())
 
 
-def test_wrong_calls(run: MemoryStore) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="100, 200, 300"):
-        Run(run).verify(150)
-    with pytest.raises(InvalidArgumentError, match="depth must be"):
-        Run(run).verify(depth="deeper")  # type: ignore[arg-type]  # wrong
-    with pytest.raises(InvalidArgumentError):
-        Run(run).verify(1.5)  # type: ignore[arg-type]  # wrong
-    with pytest.raises(CheckpointNotFoundError):
-        Run(MemoryStore()).verify()
-    with pytest.raises(CheckpointNotFoundError):
-        Run(MemoryStore()).verify(100)
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"step": 150}, CheckpointNotFoundError, "100, 200, 300"),
+        ({"step": 1.5}, InvalidArgumentError, "step"),
+        ({"depth": "deeper"}, InvalidArgumentError, "depth must be"),
+    ],
+)
+def test_wrong_calls(run: MemoryStore, arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        Run(run).verify(**arguments)
+    with pytest.raises((CheckpointNotFoundError, InvalidArgumentError)):
+        Run(MemoryStore()).verify(**arguments)
 
 
 # ---- bytes
@@ -206,7 +207,10 @@ def test_random_bits(data: st.DataObject) -> None:
             expected.add((key, name))
     report = verify(store, depth="deep")
     assert {(damage.key, name) for damage in report.damage for name in damage.entries} == expected
-    assert {damage.key for damage in report.damage} == {key for key, _ in expected} | touched
+    named_by = {key: tuple(step for step in manifests if key in manifests[step].shards.keys) for key in shards}
+    assert {damage.key: damage.steps for damage in report.damage} == {
+        key: named_by[key] for key in {key for key, _ in expected} | touched
+    }
 
 
 class FlippingStore(WrappedStore):
@@ -227,7 +231,7 @@ def test_a_foreign_object_of_the_same_length(run: MemoryStore) -> None:
     """Replace a shard by other bytes: a sample finds it, and then names all entries."""
     manifest = manifest_at(run, 200)
     key, _, _ = place_of(manifest, "model.weight")
-    change(run, key, lambda data: data.__setitem__(slice(None), b"\x5a" * len(data)))
+    put(run, key, b"\x5a" * len(run.space.objects[key].data))
     for depth in ("sample", "deep"):
         damage = sole(Run(run).verify(depth=depth))
         assert (damage.kind, damage.entries) == ("bytes", entries_in(manifest, key))
@@ -265,7 +269,7 @@ def test_a_shard_that_is_missing_too_short_or_too_long(run: MemoryStore, depth: 
     key, _, _ = place_of(manifest, "model.frozen")
     data = run.space.objects[key].data
     kept = (data + b"more")[: len(data) + size if size in (-1, 4) else size]
-    change(run, key, lambda held: held.__setitem__(slice(None), kept))
+    put(run, key, kept)
     if size is None:
         del run.space.objects[key]
     damage = sole(Run(run).verify(300, depth=depth))
