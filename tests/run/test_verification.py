@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from dcp_remote.run import verification
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.shard_check import Damage, Depth
 from dcp_remote.run.verification import VerifyReport, verify
-from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
@@ -136,22 +137,13 @@ def test_a_sound_run_and_its_requests(run: MemoryStore, depth: Depth) -> None:
     assert len(recording.calls) == 4 + len(keys) + sum(reads.values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"step": 150}, CheckpointNotFoundError, "100, 200, 300"),
-        ({"step": 1.5}, InvalidArgumentError, "step"),
-        ({"depth": "deeper"}, InvalidArgumentError, "depth must be"),
-    ],
-)
-def test_wrong_calls(run: MemoryStore, arguments: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("arguments", [{"step": 1.5}, {"depth": "deeper"}])
+def test_wrong_calls(run: MemoryStore, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(arguments))):
         Run(run).verify(**arguments)
-    with pytest.raises((CheckpointNotFoundError, InvalidArgumentError)):
-        Run(MemoryStore()).verify(**arguments)
 
 
-# ---- bytes
+# ---- a shard is damaged
 
 
 def test_the_ends_of_a_shard_are_in_every_sample(run: MemoryStore) -> None:
@@ -258,9 +250,6 @@ def test_pieces_that_an_earlier_checkpoint_does_not_name() -> None:
     assert (damage.key, damage.entries, damage.steps) == (key, ("b",), (200, 300))
 
 
-# ---- lengths, and objects that are not there
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("size", [None, 0, 5, 700_000, -1, 4])
 def test_a_shard_that_is_missing_too_short_or_too_long(run: MemoryStore, depth: Depth, size: int | None) -> None:
@@ -335,57 +324,54 @@ def test_a_checkpoint_by_itself(alone: MemoryStore, depth: Depth) -> None:
         verify(alone, depth=depth)
 
 
-def test_a_checkpoint_by_itself_that_is_replaced_meanwhile(alone: MemoryStore) -> None:
-    """Replace it at each request, and delete the shards before: never damage."""
-
-    def replace_all() -> None:
-        old = [key for key in alone.space.objects if key.startswith("shards/")]
-        save_as_ranks([{"w": torch.zeros(5)}], lambda: RemoteWriter(alone, overwrite=True))
-        alone.delete(old)
-
-    before = copied(alone)
-    gone = 0
-    for number in range(1, 100):
-        alone = copied(before)
-        meanwhile = MeanwhileStore(alone, number, replace_all)
-        try:
-            assert not verify(meanwhile, depth="deep").damage
-        except CheckpointGoneError:
-            gone += 1
-        if not meanwhile.acted:
-            break
-    assert gone > 3
-
-
 # ---- meanwhile
 
 
-@pytest.mark.parametrize("what", ["deleted", "thinned", "saved"])
-def test_changes_meanwhile(what: str) -> None:
-    """Delete, thin or save a checkpoint before each request in turn: never damage, and a deleted one is named."""
-
-    def act(store: ObjectStore) -> None:
-        if what == "deleted":
-            Run(store).delete(200)
-        elif what == "thinned":
-            deletions = Deletions(store)
-            thin(deletions, [200], deadline=Deadline(30))
-            deletions.delete(deadline=Deadline(30), pause_seconds=0)
-        else:
-            with CheckpointManager(store) as checkpoints:
-                checkpoints.restore(state_of(0))
-                checkpoints.save(400, state_of(400), wait=True)
-
-    changed = set()
-    for number in range(1, 100, 5 if what == "saved" else 1):  # a save takes a tenth of a second
-        store = copied(_RUN)
+def outcomes(before: MemoryStore, act: Callable[[MemoryStore], None], every: int = 1) -> set[tuple[int, ...] | None]:
+    """Act before each request of a check in turn: never damage. Return what has changed; None if all was replaced."""
+    found: set[tuple[int, ...] | None] = set()
+    for number in range(1, 100, every):
+        store = copied(before)
         meanwhile = MeanwhileStore(store, number, partial(act, store))
-        report = verify(meanwhile, depth="sample")
-        assert not report.damage, (number, report)
-        changed.add(report.changed)
+        try:
+            report = verify(meanwhile, depth="deep")
+        except CheckpointGoneError:
+            found.add(None)
+        else:
+            assert not report.damage, (number, report)
+            found.add(report.changed)
         if not meanwhile.acted:
             break
-    assert changed == ({()} if what == "saved" else {(), (200,)})
+    return found
+
+
+def delete_step(store: MemoryStore) -> None:
+    Run(store).delete(200)
+
+
+def thin_step(store: MemoryStore) -> None:
+    deletions = Deletions(store)
+    thin(deletions, [200], deadline=Deadline(30))
+    deletions.delete(deadline=Deadline(30), pause_seconds=0)
+
+
+def save_step(store: MemoryStore) -> None:
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(state_of(0))
+        checkpoints.save(400, state_of(400), wait=True)
+
+
+def replace_all(store: MemoryStore) -> None:
+    old = [key for key in store.space.objects if key.startswith("shards/")]
+    save_as_ranks([{"w": torch.zeros(5)}], lambda: RemoteWriter(store, overwrite=True))
+    store.delete(old)
+
+
+def test_changes_meanwhile(alone: MemoryStore) -> None:
+    """Delete, thin, save or replace a checkpoint: a deleted or thinned one is named."""
+    assert outcomes(_RUN, delete_step) == outcomes(_RUN, thin_step) == {(), (200,)}
+    assert outcomes(_RUN, save_step, every=5) == {()}  # a save takes a tenth of a second
+    assert outcomes(alone, replace_all) == {(), None}
 
 
 def test_a_damaged_manifest_of_a_checkpoint_that_is_deleted_meanwhile(run: MemoryStore) -> None:
