@@ -34,7 +34,7 @@ from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 _CHECKS_IN_FLIGHT = 16
 
 # Shards after which the place to go on from is reported; so many that threads seldom wait for the last of them.
-_BATCH = 64
+_BATCH = 32
 
 # Entries of checkpoints; None stands for a checkpoint by itself.
 _Entries: TypeAlias = Sequence[Entry | None]
@@ -133,11 +133,10 @@ class _Walk:
                     yield ShardPart(place, shards.take(np.array([shard])), manifest.pieces.take(own))
 
     def _find_new(self, manifest: Manifest) -> np.typing.NDArray[np.bool_]:
-        """Return which pieces are in no manifest before, by fingerprints of shard, start and digest."""
+        """Return which pieces are in no manifest before, by fingerprints of shard and start."""
         pieces = manifest.pieces
         shards = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in manifest.shards.keys], dtype=np.uint64)
-        digests = np.frombuffer(pieces.digests, dtype=np.uint64)[::2]
-        prints = (shards[pieces.shard] + pieces.start.astype(np.uint64)) ^ digests
+        prints = shards[pieces.shard] + pieces.start.astype(np.uint64)
         is_new: np.typing.NDArray[np.bool_] = self._seen[np.searchsorted(self._seen, prints)] != prints
         self._seen = np.sort(np.concatenate([self._seen, prints[is_new]]), kind="stable")
         return is_new

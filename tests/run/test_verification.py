@@ -269,7 +269,6 @@ def test_a_shard_that_is_missing_too_short_or_too_long(run: MemoryStore, depth: 
 
 
 def test_objects_that_no_checkpoint_names_are_no_damage(run: MemoryStore) -> None:
-    """Put an orphan and a file beside the run."""
     run.put("shards/00/1-step-000000000001-rank-00000-0123456789abcdef-0000.safetensors", [b"x"])
     run.put("notes.txt", [b"x"])
     assert not Run(run).verify(depth="deep").damage
