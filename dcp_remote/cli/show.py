@@ -27,7 +27,7 @@ _RETRY_SECONDS = 10.0
 _LABELS = {"thinned": "without"}
 
 # Title of the entries without a top-level key, such as a step or those of a model's flat state dict.
-_TOP_LEVEL = "(top level)"
+TOP_LEVEL = "(top level)"
 
 
 def show(
@@ -54,7 +54,7 @@ def show(
     chosen = choose_names(list(manifest.names()), key, paths=manifest.flatten) if key else None
     if out.as_json:
         names = manifest.names() if chosen is None else chosen
-        entries = {name: _build_entry(manifest, name) for name in names}
+        entries = {name: build_entry(manifest, name) for name in names}
         out.give({**_collect_facts(store.url, manifest), "entries": entries})
     else:
         # Made before the first line is printed, since a damaged value raises.
@@ -81,7 +81,7 @@ def _collect_facts(url: str, manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _build_entry(manifest: Manifest, name: str) -> dict[str, object]:
+def build_entry(manifest: Manifest, name: str) -> dict[str, object]:
     """Return an entry as it is in the JSON document. Raises if it is an inline value that is damaged."""
     tensors = manifest.tensors
     number = tensors.index.get(name)
@@ -90,18 +90,23 @@ def _build_entry(manifest: Manifest, name: str) -> dict[str, object]:
             "dtype": tensors.kind_of(number).dtype,
             "shape": list(tensors.shape_of(number)),
             "chunks": int(tensors.chunks[number]),
-            "bytes": _count_tensor_bytes(manifest, number),
+            "bytes": count_bytes(manifest, name),
         }
     if name in manifest.inline:
         return {"value": from_text(name, manifest.inline[name])}
-    stored = manifest.stored_index[name]
-    span = slice(stored.piece_first, stored.piece_first + stored.pieces)
-    return {"encoding": stored.encoding, "bytes": int(manifest.pieces.length[span].sum())}
+    return {"encoding": manifest.stored_index[name].encoding, "bytes": count_bytes(manifest, name)}
 
 
-def _count_tensor_bytes(manifest: Manifest, number: int) -> int:
-    tensors = manifest.tensors
-    first, stop = (int(tensors.piece_first[tensors.chunk_first[number + i]]) for i in (0, 1))
+def count_bytes(manifest: Manifest, name: str) -> int:
+    """Return the bytes of an entry, in the shards or in the manifest."""
+    tensors, stored = manifest.tensors, manifest.stored_index.get(name)
+    if name in manifest.inline:
+        return len(manifest.inline[name])
+    if stored is not None:
+        first, stop = stored.piece_first, stored.piece_first + stored.pieces
+    else:
+        number = tensors.index[name]
+        first, stop = (int(tensors.piece_first[tensors.chunk_first[number + i]]) for i in (0, 1))
     return int(manifest.pieces.length[first:stop].sum())
 
 
@@ -125,18 +130,19 @@ def _format_entries(manifest: Manifest, names: Sequence[str] | None) -> Iterator
     if names is None:
         yield from _summarize(manifest)
     else:
-        yield from (f"{name}  {_describe_entry(manifest, name)}" for name in names)
+        yield from (f"{name}  {describe_entry(manifest, name)}" for name in names)
 
 
-def _describe_entry(manifest: Manifest, name: str) -> str:
-    entry = _build_entry(manifest, name)
+def describe_entry(manifest: Manifest, name: str) -> str:
+    """Return an entry as one line of text."""
+    entry = build_entry(manifest, name)
     if "value" in entry:
         return _describe_files(entry["value"]) or shorten(manifest.inline[name].decode("utf-8"))
     if "encoding" in entry:
         return f"object ({entry['encoding']}), {entry['bytes']} bytes"
     number = manifest.tensors.index[name]
     shape = "×".join(map(str, manifest.tensors.shape_of(number))) or "scalar"
-    size = human_bytes(_count_tensor_bytes(manifest, number))
+    size = human_bytes(count_bytes(manifest, name))
     return f"{entry['dtype']} {shape}, {size} in {format_count(int(manifest.tensors.chunks[number]), 'chunk')}"
 
 
@@ -170,7 +176,7 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
     for name in manifest.names():
         if name not in files:
             groups.setdefault(top_level_key(manifest.flatten.get(name) if manifest.flatten else None), []).append(name)
-    rows = [(escape_unprintable(top) or _TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
+    rows = [(escape_unprintable(top) or TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
     rows += files.items()
     width = max((len(title) for title, _ in rows), default=0)
     yield from (f"{title:<{width}}  {text}" for title, text in rows)
@@ -180,7 +186,7 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
 
 
 def _summarize_group(manifest: Manifest, names: Sequence[str]) -> str:
-    numbers = [number for name in names if (number := manifest.tensors.index.get(name)) is not None]
-    size = human_bytes(sum(_count_tensor_bytes(manifest, number) for number in numbers))
-    tensors, objects = format_count(len(numbers), "tensor"), format_count(len(names) - len(numbers), "object")
+    of_tensors = [name for name in names if name in manifest.tensors.index]
+    size = human_bytes(sum(count_bytes(manifest, name) for name in of_tensors))
+    tensors, objects = format_count(len(of_tensors), "tensor"), format_count(len(names) - len(of_tensors), "object")
     return f"{tensors}, {objects}, {size}"

@@ -208,6 +208,15 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
 
 
+def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog | None:
+    """Mark checkpoints as abandoned. Return None if all that are live are marked already."""
+    if not any(entry.save_id in save_ids and not entry.abandoned for entry in catalog.entries):
+        return None
+    return _with(
+        catalog, (replace(entry, abandoned=entry.abandoned or entry.save_id in save_ids) for entry in catalog.entries)
+    )
+
+
 def thin_entry(
     catalog: Catalog, save_id: str, *, began: int, seen: str, manifest: str, keys: Iterable[str], size_bytes: int
 ) -> Catalog | None:
