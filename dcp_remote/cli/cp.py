@@ -35,10 +35,10 @@ def cp(
 ) -> None:
     """Copy a run, or a checkpoint, to another URL.
 
-    To another prefix, bucket or cloud, through this machine; a checkpoint by itself to one by itself. All bytes are
-    verified, and each checkpoint is committed like a save. Checkpoints that the destination has are left out, so that
-    the same command goes on after an interruption, or brings what was saved since. A job that resumes from the copy
-    makes it a run of its own: no more is copied there.
+    To another prefix, bucket or cloud, through this machine; a checkpoint by itself to one by itself. All tensors and
+    objects are verified, and each checkpoint is committed like a save. Checkpoints that the destination has are left
+    out, so that the same command goes on after an interruption, or brings what was saved since. A job that resumes from
+    the copy makes it a run of its own: no more is copied there.
     """
     if step is not None and since is not None:
         raise InvalidArgumentError("--step and --since exclude each other.", step=step, since=since)

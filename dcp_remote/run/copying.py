@@ -12,10 +12,9 @@ the floor first, after which no copy that began at that revision can be committe
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from threading import Lock
 
 import numpy as np
@@ -27,6 +26,7 @@ from dcp_remote.common.units import GiB, MiB
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointGoneError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     FencedError,
     InvalidArgumentError,
@@ -145,10 +145,10 @@ def copy_checkpoints(
     destination has stay as they are there, but for names that come with another checkpoint, and for "abandoned", which
     is set where the source has gone back. A checkpoint of a step that the source has saved anew is replaced.
 
-    Costs of a run: two GETs, a HEAD and a LIST or a GET and a PUT to begin; for each checkpoint a GET and three PUTs
-    and GETs, and two GETs for each that may share shards with it; for each shard a PUT, and a GET per 16 MiB; a HEAD
-    for each shard of the first checkpoint if the destination has a copy. Holds 256 MiB of shards of at most 64 MiB, and
-    300 bytes for each shard of the run.
+    Costs of a run: a GET of each catalog, and to begin a copy two HEADs, a LIST, a GET and a PUT; for each checkpoint
+    two GETs and two PUTs, and two GETs for each of up to eight that may share shards with it; for each shard a PUT, and
+    a GET per 16 MiB, but neither if a checkpoint of the copy has the shard; and if there is a copy, a HEAD for each
+    shard of the first checkpoint. Holds four shards (256 MiB), and about a kilobyte for each shard of the run.
 
     `on_progress` is called after each shard, by several threads in turn.
 
@@ -163,32 +163,31 @@ def copy_checkpoints(
     if catalog is None:
         if step is not None or since is not None:
             require_run(source, retry_seconds=_LOOK_SECONDS)
-        return _copy_single(source, destination, on_progress)
-    return _RunCopier(source, destination, catalog, on_progress).copy(step, since)
+        return _copy_single(_Transfer(source, destination, on_progress))
+    return _RunCopier(_Transfer(source, destination, on_progress), catalog).copy(step, since)
 
 
-def _copy_single(
-    source: ObjectStore, destination: ObjectStore, on_progress: Callable[[CopyReport], object]
-) -> CopyReport:
-    manifest = read_manifest(source, retry_seconds=_LOOK_SECONDS)
-    deadline = Deadline(_LOOK_SECONDS)
+def _copy_single(transfer: _Transfer) -> CopyReport:
+    destination, report, deadline = transfer.destination, transfer.report, Deadline(_LOOK_SECONDS)
+    manifest = read_manifest(transfer.source, retry_seconds=_LOOK_SECONDS)
     looking = RetryingStore(destination, deadline)
     if exists(looking, CATALOG_KEY):
         raise InvalidArgumentError(
             "A run lies at the destination, and the source is a checkpoint by itself. Copy to another URL.",
             url=destination.url,
         )
-    slot, report = read_slot(looking), CopyReport(checkpoints=1, bytes_expected=manifest.total_bytes)
+    slot = read_slot(looking)
     if slot.head is not None and slot.committed and slot.head.save_id == manifest.save_id:
-        return CopyReport()
+        return report
     if slot.committed:
         raise CheckpointExistsError("The destination has another checkpoint. Copy to another URL.", url=destination.url)
     require_conditional_writes(destination, deadline, swaps=slot.version is not None)
     # Fresh names, since no revision tells whether gc is removing shards of an earlier attempt.
-    names, copier = ShardNames(0), _ShardCopier(source, destination, manifest, report, on_progress)
-    keys = {shard.number: names.key(shard.number) for shard in copier.shards}
-    copier.copy([(shard, keys[shard.number]) for shard in copier.shards], are_searched=False)
-    copied = replace(_with_keys(manifest, keys), replaces=slot.lineage)
+    names = ShardNames(0)
+    shards = {names.key(shard.number): shard for shard in _list_shards(manifest)}
+    report.checkpoints, report.bytes_expected = 1, manifest.total_bytes
+    transfer.copy(manifest, shards, are_searched=False)
+    copied = replace(_with_keys(manifest, list(shards)), replaces=slot.lineage)
     # A nonce, since the same save may have lain here before: equal bytes could get an equal version.
     body = manifest_json.reencode(manifest_json.encode(copied), uuid.uuid4().hex)
     deadline = Deadline(_SHARD_SECONDS)
@@ -199,15 +198,9 @@ def _copy_single(
 class _RunCopier:
     """Copy of a run; for one thread."""
 
-    def __init__(
-        self,
-        source: ObjectStore,
-        destination: ObjectStore,
-        catalog: Catalog,
-        on_progress: Callable[[CopyReport], object],
-    ) -> None:
-        self._source, self._destination, self._catalog = source, destination, catalog
-        self._on_progress, self._report = on_progress, CopyReport()
+    def __init__(self, transfer: _Transfer, catalog: Catalog) -> None:
+        self._transfer, self._report, self._catalog = transfer, transfer.report, catalog
+        self._source, self._destination = transfer.source, transfer.destination
         self._known: dict[str, _Known] = {}
         self._searched: set[str] = set()  # manifests of the destination whose shards are known
 
@@ -220,8 +213,9 @@ class _RunCopier:
         report, now = self._report, read_catalog(RetryingStore(self._destination, Deadline(_LOOK_SECONDS)))
         if now is not None:
             self._require_copy(now)
-        missing = [entry for entry in chosen if now is None or not now.holds(entry.save_id)]
-        report.present = [entry.step for entry in chosen if entry not in missing]
+        there = {entry.save_id for entry in now.entries} if now is not None else set()
+        missing = [entry for entry in chosen if entry.save_id not in there]
+        report.present = [entry.step for entry in chosen if entry.save_id in there]
         report.checkpoints, report.bytes_expected = len(missing), sum(entry.size_bytes for entry in missing)
         is_resumed = now is not None
         for entry in missing:
@@ -261,8 +255,8 @@ class _RunCopier:
             )
         if not now.holder.startswith(HOLDER):
             raise FencedError(
-                "A job has taken over the destination, or this is the source itself; no more was copied. Copy to "
-                "another URL.",
+                "The destination is not held by `dcp-remote cp`: a job has saved there, its catalog was recovered, or "
+                "it is the source itself. No more was copied. Copy to another URL.",
                 url=self._destination.url,
                 holder=now.holder or None,
             )
@@ -274,23 +268,21 @@ class _RunCopier:
         _require_replaceable(there, entry, self._destination.url)
         manifest = read_entry(self._source, entry, retry_seconds=RANGE_RETRY_SECONDS)
         assert manifest.run is not None, "the manifest of an entry has a run"
-        copier = _ShardCopier(self._source, self._destination, manifest, self._report, self._on_progress)
-        began, key = now.revision, manifest_key(revision=now.revision, step=entry.step)
-        self._search_bases(copier.shards, entry, now)
-        keys: dict[int, str] = {}
+        began, key, shards = now.revision, manifest_key(revision=now.revision, step=entry.step), _list_shards(manifest)
+        self._search_bases(shards, entry, now)
+        keys: list[str] = []
         bases: set[tuple[str, str]] = set()
-        new: list[tuple[_Shard, str]] = []
-        for shard in copier.shards:
+        new: dict[str, _Shard] = {}
+        for shard in shards:
             known = self._known.get(shard.key)
             if known is not None and (known.is_whole or known.content == shard.content):
-                keys[shard.number] = known.key
+                keys.append(known.key)
                 bases.add(known.base)
                 self._report.bytes_shared += shard.size_bytes
             else:
-                names = ShardNames(0, origin(revision=began, step=entry.step), token=shard.content)
-                keys[shard.number] = names.key(0)
-                new.append((shard, keys[shard.number]))
-        copier.copy(new, are_searched=is_resumed)
+                keys.append(ShardNames(0, origin(revision=began, step=entry.step), token=shard.content).key(0))
+                new[keys[-1]] = shard
+        self._transfer.copy(manifest, new, are_searched=is_resumed)
         info = RunInfo(now.run_id, entry.step, now.token, began, entry.names, entry.metrics, manifest.run.thinned)
         body = manifest_json.encode(replace(_with_keys(manifest, keys), run=info))
         deadline = Deadline(_SHARD_SECONDS)
@@ -304,21 +296,21 @@ class _RunCopier:
                 self._require_copy(run)
                 _require_replaceable(run.entry_at(entry.step), entry, self._destination.url)
                 if not bases.issubset((live.save_id, live.manifest) for live in run.entries):
-                    raise BeginAgainError(
-                        "A checkpoint of the destination was removed, of which this one shares shards. Copy again.",
-                        url=self._destination.url,
-                        step=entry.step,
-                    )
+                    raise BeginAgainError("A checkpoint was removed of which this one shares shards.")
             return add_entry(run, attempt)
 
-        after = swap(self._destination, change, deadline=deadline)
+        try:
+            after = swap(self._destination, change, deadline=deadline)
+        except BeginAgainError as error:
+            what = "Objects of the copy were removed meanwhile, by gc or with a checkpoint. Run the same copy again."
+            raise BeginAgainError(what, url=self._destination.url, step=entry.step, cause=error) from error
         self._report.copied.append(entry)
-        if there is not None:
+        if before not in (None, entry.save_id):
             self._report.replaced.append(entry.step)
         # The manifest of another copier may be there, if it was faster.
         live = next(live for live in after.entries if live.save_id == entry.save_id)
         if live.manifest == key:
-            self._remember(copier.shards, keys, live)
+            self._remember(shards, keys, live)
         return after
 
     def _search_bases(self, shards: Sequence[_Shard], entry: Entry, now: Catalog) -> None:
@@ -334,12 +326,14 @@ class _RunCopier:
                 return
             copy = copies[base.save_id]
             if copy.manifest not in self._searched:
-                ours = read_entry(self._source, base)
-                theirs = read_entry(self._destination, copy)
+                try:
+                    ours, theirs = read_entry(self._source, base), read_entry(self._destination, copy)
+                except (CheckpointNotFoundError, CorruptCheckpointError):
+                    continue  # its shards are copied again
                 if np.array_equal(ours.shards.sizes, theirs.shards.sizes):  # else one of them was thinned
-                    self._remember(_list_shards(ours), dict(enumerate(theirs.shards.keys)), copy)
+                    self._remember(_list_shards(ours), theirs.shards.keys, copy)
 
-    def _remember(self, shards: Iterable[_Shard], keys: dict[int, str], copy: Entry) -> None:
+    def _remember(self, shards: Iterable[_Shard], keys: Sequence[str], copy: Entry) -> None:
         self._searched.add(copy.manifest)
         for shard in shards:
             base = (copy.save_id, copy.manifest)
@@ -387,9 +381,8 @@ def _require_replaceable(there: Entry | None, entry: Entry, url: str) -> None:
         )
 
 
-def _with_keys(manifest: Manifest, keys: dict[int, str]) -> Manifest:
-    ordered = tuple(keys[number] for number in range(len(manifest.shards.keys)))
-    return replace(manifest, shards=replace(manifest.shards, keys=ordered))
+def _with_keys(manifest: Manifest, keys: Iterable[str]) -> Manifest:
+    return replace(manifest, shards=replace(manifest.shards, keys=tuple(keys)))
 
 
 def _list_shards(manifest: Manifest) -> list[_Shard]:
@@ -410,79 +403,75 @@ def _list_shards(manifest: Manifest) -> list[_Shard]:
     return listed
 
 
-class _ShardCopier:
-    """Copies shards of one checkpoint, a few at a time."""
+class _Transfer:
+    """Moves shards from one store to another, a few at a time, and counts them."""
 
     def __init__(
-        self,
-        source: ObjectStore,
-        destination: ObjectStore,
-        manifest: Manifest,
-        report: CopyReport,
-        on_progress: Callable[[CopyReport], object],
+        self, source: ObjectStore, destination: ObjectStore, on_progress: Callable[[CopyReport], object]
     ) -> None:
-        self._source, self._destination, self._manifest = source, destination, manifest
-        self._report, self._on_progress, self._lock = report, on_progress, Lock()
-        self.shards = _list_shards(manifest)
+        self.source, self.destination, self.report = source, destination, CopyReport()
+        self._on_progress, self._lock = on_progress, Lock()
+
+    def copy(self, manifest: Manifest, shards: Mapping[str, _Shard], *, are_searched: bool) -> None:
+        """Copy shards to keys of the destination; with `are_searched` one that is there is left out."""
         largest = int(manifest.shards.sizes.max(initial=0))
         if largest > _SHARD_BYTES_MAX:
             raise UnsupportedFormatError(
-                "A shard is too large to be copied.", url=source.url, bytes=largest, limit_bytes=_SHARD_BYTES_MAX
+                "A shard is too large to be copied.", url=self.source.url, bytes=largest, limit_bytes=_SHARD_BYTES_MAX
             )
 
-    def copy(self, shards: Sequence[tuple[_Shard, str]], *, are_searched: bool) -> None:
-        """Copy shards to keys of the destination; with `are_searched` one that is there is left out."""
-        for first in range(0, len(shards), _BATCH_SHARDS):
-            in_parallel(partial(self._copy_one, is_searched=are_searched), shards[first : first + _BATCH_SHARDS])
+        def copy_one(key: str) -> None:
+            shard, deadline = shards[key], Deadline(_SHARD_SECONDS)
+            writing = RetryingStore(self.destination, deadline)
+            is_found = are_searched and _size_of(writing, key) == shard.size_bytes
+            if not is_found:
+                writing.put(key, [self._read(manifest, shard, RetryingStore(self.source, deadline))])
+            with self._lock:
+                self.report.bytes_found += shard.size_bytes if is_found else 0
+                self.report.bytes_copied += 0 if is_found else shard.size_bytes
+                self.report.shards += not is_found
+                self._on_progress(self.report)
 
-    def _copy_one(self, shard_and_key: tuple[_Shard, str], *, is_searched: bool) -> None:
-        shard, key = shard_and_key
-        deadline = Deadline(_SHARD_SECONDS)
-        writing = RetryingStore(self._destination, deadline)
-        is_found = is_searched and _size_of(writing, key) == shard.size_bytes
-        if not is_found:
-            writing.put(key, [self._read(shard, RetryingStore(self._source, deadline))])
-        with self._lock:
-            self._report.bytes_found += shard.size_bytes if is_found else 0
-            self._report.bytes_copied += 0 if is_found else shard.size_bytes
-            self._report.shards += not is_found
-            self._on_progress(self._report)
+        keys = list(shards)
+        for first in range(0, len(keys), _BATCH_SHARDS):
+            in_parallel(copy_one, keys[first : first + _BATCH_SHARDS])
 
-    def _read(self, shard: _Shard, store: ObjectStore) -> memoryview:
+    def _read(self, manifest: Manifest, shard: _Shard, store: ObjectStore) -> memoryview:
         """Read and verify a shard; once more, by another way, if it is damaged."""
         view = np.empty(shard.size_bytes, dtype=np.uint8).data
         try:
-            damage = _fill(store, shard.key, view) or self._find_damage(shard, view)
+            damage = _fill(store, shard.key, view) or _find_damage(manifest, shard, view)
             if damage is not None:
-                damage = _fill(RereadingStore(store), shard.key, view) or self._find_damage(shard, view)
+                damage = _fill(RereadingStore(store), shard.key, view) or _find_damage(manifest, shard, view)
         except ObjectNotFoundError as error:
-            gone = explain_missing_shard(self._source, self._manifest, retry_seconds=RANGE_RETRY_SECONDS)
+            gone = explain_missing_shard(self.source, manifest, retry_seconds=RANGE_RETRY_SECONDS)
             if gone is not None:
                 raise gone from error
             damage = "it is missing"
         if damage is not None:
             raise CorruptCheckpointError(
                 f"A shard of the source is damaged: {damage}. The checkpoint was not copied.",
-                url=self._source.url,
-                step=self._manifest.run.step if self._manifest.run is not None else None,
+                url=self.source.url,
+                step=manifest.run.step if manifest.run is not None else None,
                 shard=shard.key,
             )
         return view
 
-    def _find_damage(self, shard: _Shard, view: memoryview) -> str | None:
-        shards, pieces = self._manifest.shards, self._manifest.pieces
-        start, table = int(shards.data_starts[shard.number]), int(shards.table_lengths[shard.number])
-        # No digest covers the header, which only other tools read.
-        if int.from_bytes(view[:8], "little") != start - table - 8:
-            return "its header"
-        if table and digest(view[start - table : start]) != shards.table_digest(shard.number):
-            return "its block table"
-        for piece in shard.pieces.tolist():
-            first, length = int(pieces.start[piece]), int(pieces.length[piece])
-            blocks = block_digests(view[first : first + length], size_bytes=block_bytes(length))
-            if piece_digest(blocks) != pieces.digest(piece):
-                return f"bytes of {self._manifest.entry_of_piece(piece)}"
-        return None
+
+def _find_damage(manifest: Manifest, shard: _Shard, view: memoryview) -> str | None:
+    shards, pieces = manifest.shards, manifest.pieces
+    start, table = int(shards.data_starts[shard.number]), int(shards.table_lengths[shard.number])
+    # No digest covers the header, which only other tools read.
+    if int.from_bytes(view[:8], "little") != start - table - 8:
+        return "its header"
+    if table and digest(view[start - table : start]) != shards.table_digest(shard.number):
+        return "its block table"
+    for piece in shard.pieces.tolist():
+        first, length = int(pieces.start[piece]), int(pieces.length[piece])
+        blocks = block_digests(view[first : first + length], size_bytes=block_bytes(length))
+        if piece_digest(blocks) != pieces.digest(piece):
+            return f"bytes of {manifest.entry_of_piece(piece)}"
+    return None
 
 
 def _fill(store: ObjectStore, key: str, view: memoryview) -> str | None:

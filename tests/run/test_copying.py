@@ -142,7 +142,7 @@ def test_a_training_goes_on_from_the_copy(source: MemoryStore) -> None:
     assert set(manifest_at(destination, 40).shards.keys) & set(manifest_at(destination, 30).shards.keys)
     save(source, 50, resumed_from=30)
     before = dict(destination.space.objects)
-    with pytest.raises(FencedError, match="A job has taken over the destination"):
+    with pytest.raises(FencedError, match="a job has saved there"):
         copy_checkpoints(source, destination)
     assert destination.space.objects == before
 
@@ -316,6 +316,30 @@ def test_gc_while_shards_are_reused(source: MemoryStore) -> None:
         if not meanwhile.acted:
             break
     assert refused > 3
+
+
+def test_a_checkpoint_of_the_copy_is_deleted_meanwhile(source: MemoryStore) -> None:
+    """Delete all of the copy in between two requests of another: nothing is committed that shares shards with it."""
+    first, refused = MemoryStore(), 0
+    copy_checkpoints(source, first)
+    save(source, 40, resumed_from=30)
+    for number in itertools.count(1):
+        destination = copied(first)
+
+        def delete(destination: MemoryStore = destination) -> None:
+            deletions = Deletions(destination)
+            deletions.retire([10, 20, 30], deadline=Deadline(30), force=True)
+            deletions.delete(deadline=Deadline(30), pause_seconds=0)
+
+        meanwhile = MeanwhileStore(destination, number, delete)
+        try:
+            copy_checkpoints(source, meanwhile)
+        except BeginAgainError as error:
+            refused += "Run the same copy again" in error.message
+        assert_whole(destination)
+        if not meanwhile.acted:
+            break
+    assert refused > 2
 
 
 def test_two_copies_at_once(source: MemoryStore) -> None:
