@@ -145,7 +145,7 @@ def copy_checkpoints(
     destination has stay as they are there, but for names that come with another checkpoint, and for "abandoned", which
     is set where the source has gone back. A checkpoint of a step that the source has saved anew is replaced.
 
-    Costs of a run: a GET of each catalog, and to begin a copy two HEADs, a LIST, a GET and a PUT; for each checkpoint
+    Costs of a run: a GET of each catalog, and to begin a copy a HEAD, a LIST, a GET and a PUT; for each checkpoint
     two GETs and two PUTs, and two GETs for each of up to eight that may share shards with it; for each shard a PUT, and
     a GET per 16 MiB, but neither if a checkpoint of the copy has the shard; and if there is a copy, a HEAD for each
     shard of the first checkpoint. Holds four shards (256 MiB), and about a kilobyte for each shard of the run.

@@ -160,10 +160,15 @@ def test_reads_the_manifests_alone(cli: CommandLine, run: Path, monkeypatch: pyt
 
 def test_each_url_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open two URLs: of one kind with the same options, of two with those of the remote or second one, or its own."""
-    monkeypatch.setattr(two_urls, "open_store", lambda url, options: options)
+    given: list[object] = []
+    monkeypatch.setattr(two_urls, "open_store", lambda url, options: given.append(options))
     shared, own = {"anon": True}, {"anon": False}
-    assert two_urls.open_two("s3://a", "s3://b", None, shared) == (shared, shared)
-    assert two_urls.open_two("s3://a", "/b", None, shared) == (shared, None)
-    assert two_urls.open_two("/a", "s3://b", None, shared) == (None, shared)
-    assert two_urls.open_two("gs://a", "s3://b", None, shared) == (None, shared)
-    assert two_urls.open_two("gs://a", "s3://b", own, shared) == (own, shared)
+    for first, second, first_options in (
+        ("s3://a", "s3://b", None),
+        ("s3://a", "/b", None),
+        ("/a", "s3://b", None),
+        ("gs://a", "s3://b", None),
+        ("gs://a", "s3://b", own),
+    ):
+        two_urls.open_two(first, second, first_options, shared)
+    assert given == [shared, shared, shared, None, None, shared, None, shared, own, shared]
