@@ -24,13 +24,17 @@ def ls(out: Output, url: Url, *, storage_options: StorageOptions = None) -> None
     catalog = read_run_catalog(store)
     size = human_bytes(sum(entry.size_bytes for entry in catalog.entries))
     count = format_count(len(catalog.entries), "checkpoint")
-    out.say(f"{store.url}: {count}, {size} in total, shared shards counted in each", *format_table(catalog.entries))
+    out.say(f"{store.url}: {count}, {size} in total, shared shards counted in each")
+    if catalog.holder:
+        out.say(f"written by {catalog.holder}")
+    out.say(*format_table(catalog.entries))
     out.give(
         {
             "url": store.url,
             "run_id": catalog.run_id,
             "revision": catalog.revision,
             "token": catalog.token,
+            "holder": catalog.holder or None,
             "checkpoints": [build_entry(entry) for entry in catalog.entries],
         }
     )

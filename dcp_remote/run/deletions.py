@@ -12,7 +12,6 @@ checkpoint names it, because its save reused the shard meanwhile.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,12 +92,10 @@ class Deletions:
     be thinned).
     """
 
-    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         """Store the settings; no request."""
         self._store = store
-        self._swap = partial(swap, store, sleep=sleep)
-        self._retrying = partial(RetryingStore, store, sleep=sleep)
-        self._queue = DeletionQueue(store, sleep=sleep)
+        self._queue = DeletionQueue(store)
         self._named = LiveShards()
         self._noted: dict[str, _Noted] = {}  # by the key of the manifest
         self._told: set[str] = set()  # keys of unreadable manifests of which the log tells
@@ -144,7 +141,7 @@ class Deletions:
         if not self._noted:
             return
         if catalog is None or catalog.floor < self._floor(catalog):
-            catalog = self._swap(lambda now: raise_floor(now, self._floor(now)), deadline=deadline)
+            catalog = swap(self._store, lambda now: raise_floor(now, self._floor(now)), deadline=deadline)
         # The catalog does not tell what became of attempts of another run, or of a history that was lost.
         self._noted = {
             key: noted
@@ -228,7 +225,7 @@ class Deletions:
         owner: Owner | None = None,
         explicit: bool = False,
     ) -> Applied:
-        now = catalog or require_catalog(self._retrying(deadline))
+        now = catalog or require_catalog(RetryingStore(self._store, deadline))
         require_owner(now, owner)
         decision = choose(now)
         if not decision.retire and not decision.thin:
@@ -246,7 +243,7 @@ class Deletions:
             entry = next(entry for entry in now.entries if entry.manifest == replaced)
             self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
-            self._retrying(deadline).put(thin.key, [thin.body])
+            RetryingStore(self._store, deadline).put(thin.key, [thin.body])
         # Checkpoints that go: by save if retired, since another job may thin the checkpoint before the swap, and then
         # deletes what it thinned; by manifest if thinned.
         gone: dict[str, Entry] = {}
@@ -262,7 +259,7 @@ class Deletions:
             return after
 
         try:
-            after = self._swap(change, deadline=deadline)
+            after = swap(self._store, change, deadline=deadline)
         finally:
             # Even if the swap raised, the catalog may have been swapped.
             for entry in gone.values():

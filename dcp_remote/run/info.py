@@ -110,9 +110,10 @@ def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool
 
 
 def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
-    """Return the catalog of a run; None if there is no run yet. One GET; where there is no catalog, also a LIST.
+    """Return the catalog of a run; None if there is no run yet.
 
-    A bucket that does not exist, and a run that has lost its catalog, are refused.
+    One GET; where there is no catalog, also a LIST, and perhaps a request more. A bucket that does not exist, and a run
+    that has lost its catalog, are refused.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)
@@ -123,9 +124,10 @@ def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS
 
 
 def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog:
-    """Read the catalog of a run, or say why there is none; one GET, and where there is none a HEAD, a LIST and a HEAD.
+    """Read the catalog of a run, or say why there is none.
 
-    A checkpoint by itself (`InvalidArgumentError`) and what else lies there are named.
+    One GET; where there is no catalog, also a HEAD, two LISTs, and perhaps a request more. A checkpoint by itself
+    (`InvalidArgumentError`) and what else lies there are named.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)

@@ -318,8 +318,12 @@ def require_not_lost(store: ObjectStore) -> None:
 
 
 def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
-    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run. One HEAD."""
+    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run.
+
+    One HEAD; a GET more where there is a manifest.
+    """
     if exists(store, MANIFEST_KEY):
+        read_slot(store)  # raises if a server that is no store says that every object exists
         raise CheckpointExistsError(
             "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own. If a run was here first, "
             "the checkpoint was saved over it: load the checkpoint if it is wanted, and delete manifest.json.",

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
+from dcp_remote.common.text import escape_unprintable
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry, take_fence
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog, swap
@@ -49,6 +50,18 @@ def test_lists_the_checkpoints(cli: CommandLine, run: Path) -> None:
         " 250  2026-01-02T03:04:05+00:00  682 B",
         " 300  2026-01-02T03:04:05+00:00  682 B  abandoned",
     ]
+
+
+def test_names_the_job_that_writes(cli: CommandLine, tmp_path: Path) -> None:
+    """A line below the title, escaped; null in JSON where an older release wrote the catalog."""
+    store = LocalStore(tmp_path)
+    save(store, 1)
+    assert "written by" not in cli.run("ls", tmp_path).out
+    assert cli.run("ls", tmp_path, "--json").document["holder"] is None
+    swap(store, lambda now: take_fence(now, f"gpu-07, pid 4711, {HOSTILE}"), deadline=Deadline(30))
+    _, line, *_ = cli.run("ls", tmp_path).lines
+    assert line == f"written by gpu-07, pid 4711, {escape_unprintable(HOSTILE)}"
+    assert cli.run("ls", tmp_path, "--json").document["holder"] == f"gpu-07, pid 4711, {HOSTILE}"
 
 
 def test_json_is_a_document(cli: CommandLine, run: Path) -> None:
