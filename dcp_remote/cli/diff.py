@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
-from dcp_remote.cli.arguments import StorageOptions, Url, argument, parse_step
+from dcp_remote.cli.arguments import SourceOptions, StorageOptions, Url, argument, parse_step, split_options
 from dcp_remote.cli.output import Output
-from dcp_remote.cli.show import TOP_LEVEL, build_entry, count_bytes, describe_entry
-from dcp_remote.cli.two_urls import FirstOptions, open_two
-from dcp_remote.common.text import escape_unprintable, human_bytes
+from dcp_remote.cli.show import TOP_LEVEL, build_entry, describe_entry, summarize_group
+from dcp_remote.common.text import human_bytes
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import NEWEST_WORDS
 from dcp_remote.format.entry_names import choose_names, top_level_key
@@ -20,18 +19,6 @@ from dcp_remote.storage import open_store
 
 # Short, because a user waits at a terminal: an outage is reported within seconds.
 _RETRY_SECONDS = 10.0
-
-_STEPS_MAX = 2
-
-# Columns of the summary, with the states that each counts, and their titles.
-_COLUMNS: Mapping[str, Sequence[State]] = {
-    "equal": ("equal",),
-    "differ": ("kind", "dtype", "shape", "encoding", "content"),
-    "may_differ": ("unknown",),
-    "only_a": ("only_a",),
-    "only_b": ("only_b",),
-}
-_WORDS = {"may_differ": "may differ", "unknown": "may differ", "only_a": "only in A", "only_b": "only in B"}
 
 
 def diff(
@@ -60,8 +47,7 @@ def diff(
             "repeatable",
         ),
     ] = None,
-    as_list: Annotated[bool, argument("--all", action="store_true", help="list all entries that differ")] = False,
-    first_options: FirstOptions = None,
+    source_options: SourceOptions = None,
     storage_options: StorageOptions = None,
 ) -> bool:
     """Compare two checkpoints, from their manifests alone.
@@ -71,35 +57,31 @@ def diff(
     checkpoints differ, or may differ.
     """
     steps = list(step or ())
-    if len(steps) > _STEPS_MAX or (other is None and not steps):
+    if steps[2:] or (other is None and not steps):
         raise InvalidArgumentError("Name two checkpoints: two URLs, or --step twice for two of one run.")
     if other is None:
-        store_a = store_b = open_store(url, storage_options)
-        steps = [*steps, NEWEST_WORDS[0]][:_STEPS_MAX]
-    else:
-        store_a, store_b = open_two(url, other, first_options, storage_options)
+        other, steps = url, [*steps, NEWEST_WORDS[0]][:2]
+    options_a, options_b = split_options(url, other, source_options, storage_options)
+    store_a, store_b = open_store(url, options_a), open_store(other, options_b)
     step_a, step_b = (steps[0], steps[-1]) if steps else (None, None)
     a = read_manifest(store_a, step=step_a, retry_seconds=_RETRY_SECONDS)
     b = read_manifest(store_b, step=step_b, retry_seconds=_RETRY_SECONDS)
-    paths = {**(b.flatten or {}), **(a.flatten or {})}
     names = list(dict.fromkeys([*a.names(), *b.names()]))
     if key:
-        names = choose_names(names, key, paths=paths)
+        names = choose_names(names, key, paths={**(b.flatten or {}), **(a.flatten or {})})
     states = compare_manifests(a, b, names)
     differing = {name: state for name, state in states.items() if state != "equal"}
     out.say(f"A  {_describe_side(store_a.url, a)}", f"B  {_describe_side(store_b.url, b)}", "")
-    summary = _summarize(a, b, states)
-    out.say(*_format_summary(summary))
-    if differing and (as_list or key):
-        out.say("", *(_describe_difference(a, b, name, state) for name, state in differing.items()))
+    out.say(*_summarize(a, b, states))
+    if differing and key:
+        out.say("", *(f"{name}  {state}: {_describe_sides(a, b, name, state)}" for name, state in differing.items()))
     elif differing:
-        out.say("", "To list what differs: --all, or --key 'model.*'")
+        out.say("", "To list what differs: --key 'model.*', or --key '*'")
     out.give(
         {
             "a": _build_side(store_a.url, a),
             "b": _build_side(store_b.url, b),
-            "equal": not differing,
-            "summary": summary,
+            "equal": len(states) - len(differing),
             "differences": [
                 {
                     "name": name,
@@ -123,31 +105,18 @@ def _describe_side(url: str, manifest: Manifest) -> str:
     return f"{url}{step}, saved {manifest.created}, {human_bytes(manifest.total_bytes)}"
 
 
-def _summarize(a: Manifest, b: Manifest, states: Mapping[str, State]) -> dict[str, dict[str, int]]:
-    """Return by top-level key how many entries are in each state, and the bytes of those that are not equal."""
-    groups: dict[str, dict[str, int]] = {}
+def _summarize(a: Manifest, b: Manifest, states: Mapping[str, State]) -> Iterator[str]:
+    """Yield a line for the entries of each top-level key that are in the same state."""
+    groups: dict[tuple[str, State], list[str]] = {}
     for name, state in states.items():
-        manifest = a if state == "only_a" else b
-        top = top_level_key(manifest.flatten.get(name) if manifest.flatten else None)
-        counts = groups.setdefault(top, {**dict.fromkeys(_COLUMNS, 0), "bytes": 0})
-        for column, counted in _COLUMNS.items():
-            counts[column] += state in counted
-        counts["bytes"] += count_bytes(manifest, name) if state != "equal" else 0
-    return groups
+        flatten = (a if state == "only_a" else b).flatten
+        top = top_level_key(flatten.get(name) if flatten else None)
+        groups.setdefault((top, state), []).append(name)
+    for (top, state), names in groups.items():
+        yield f"{top or TOP_LEVEL}  {state}: {summarize_group(a if state == 'only_a' else b, names)}"
 
 
-def _format_summary(summary: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """Yield the aligned lines of a table, header first."""
-    width = max(map(len, [TOP_LEVEL, *map(escape_unprintable, summary)]))
-    titles = [_WORDS.get(column, column) for column in _COLUMNS]
-    yield "  ".join([" " * width, *titles, "bytes that differ"])
-    for top, counts in summary.items():
-        cells = [f"{counts[column]:>{len(title)}}" for column, title in zip(_COLUMNS, titles, strict=True)]
-        title = escape_unprintable(top) or TOP_LEVEL
-        yield "  ".join([f"{title:<{width}}", *cells, f"{human_bytes(counts['bytes']):>17}"])
-
-
-def _describe_difference(a: Manifest, b: Manifest, name: str, state: State) -> str:
-    sides = [] if state == "only_b" else [describe_entry(a, name)]
-    sides += [] if state == "only_a" else [describe_entry(b, name)]
-    return f"{name}  {_WORDS.get(state, f'other {state}')}: {' -> '.join(dict.fromkeys(sides))}"
+def _describe_sides(a: Manifest, b: Manifest, name: str, state: State) -> str:
+    sides = [describe_entry(a, name)] if state != "only_b" else []
+    sides += [describe_entry(b, name)] if state != "only_a" else []
+    return " -> ".join(dict.fromkeys(sides))

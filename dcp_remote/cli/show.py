@@ -90,23 +90,18 @@ def build_entry(manifest: Manifest, name: str) -> dict[str, object]:
             "dtype": tensors.kind_of(number).dtype,
             "shape": list(tensors.shape_of(number)),
             "chunks": int(tensors.chunks[number]),
-            "bytes": count_bytes(manifest, name),
+            "bytes": _count_tensor_bytes(manifest, number),
         }
     if name in manifest.inline:
         return {"value": from_text(name, manifest.inline[name])}
-    return {"encoding": manifest.stored_index[name].encoding, "bytes": count_bytes(manifest, name)}
+    stored = manifest.stored_index[name]
+    span = slice(stored.piece_first, stored.piece_first + stored.pieces)
+    return {"encoding": stored.encoding, "bytes": int(manifest.pieces.length[span].sum())}
 
 
-def count_bytes(manifest: Manifest, name: str) -> int:
-    """Return the bytes of an entry, in the shards or in the manifest."""
-    tensors, stored = manifest.tensors, manifest.stored_index.get(name)
-    if name in manifest.inline:
-        return len(manifest.inline[name])
-    if stored is not None:
-        first, stop = stored.piece_first, stored.piece_first + stored.pieces
-    else:
-        number = tensors.index[name]
-        first, stop = (int(tensors.piece_first[tensors.chunk_first[number + i]]) for i in (0, 1))
+def _count_tensor_bytes(manifest: Manifest, number: int) -> int:
+    tensors = manifest.tensors
+    first, stop = (int(tensors.piece_first[tensors.chunk_first[number + i]]) for i in (0, 1))
     return int(manifest.pieces.length[first:stop].sum())
 
 
@@ -134,7 +129,7 @@ def _format_entries(manifest: Manifest, names: Sequence[str] | None) -> Iterator
 
 
 def describe_entry(manifest: Manifest, name: str) -> str:
-    """Return an entry as one line of text."""
+    """Return an entry as one line of text. Raises if it is an inline value that is damaged."""
     entry = build_entry(manifest, name)
     if "value" in entry:
         return _describe_files(entry["value"]) or shorten(manifest.inline[name].decode("utf-8"))
@@ -142,7 +137,7 @@ def describe_entry(manifest: Manifest, name: str) -> str:
         return f"object ({entry['encoding']}), {entry['bytes']} bytes"
     number = manifest.tensors.index[name]
     shape = "×".join(map(str, manifest.tensors.shape_of(number))) or "scalar"
-    size = human_bytes(count_bytes(manifest, name))
+    size = human_bytes(_count_tensor_bytes(manifest, number))
     return f"{entry['dtype']} {shape}, {size} in {format_count(int(manifest.tensors.chunks[number]), 'chunk')}"
 
 
@@ -176,7 +171,7 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
     for name in manifest.names():
         if name not in files:
             groups.setdefault(top_level_key(manifest.flatten.get(name) if manifest.flatten else None), []).append(name)
-    rows = [(escape_unprintable(top) or TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
+    rows = [(escape_unprintable(top) or TOP_LEVEL, summarize_group(manifest, names)) for top, names in groups.items()]
     rows += files.items()
     width = max((len(title) for title, _ in rows), default=0)
     yield from (f"{title:<{width}}  {text}" for title, text in rows)
@@ -185,8 +180,9 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
         yield "To list entries: dcp-remote show <url> --key 'model.*'"
 
 
-def _summarize_group(manifest: Manifest, names: Sequence[str]) -> str:
-    of_tensors = [name for name in names if name in manifest.tensors.index]
-    size = human_bytes(sum(count_bytes(manifest, name) for name in of_tensors))
-    tensors, objects = format_count(len(of_tensors), "tensor"), format_count(len(names) - len(of_tensors), "object")
+def summarize_group(manifest: Manifest, names: Sequence[str]) -> str:
+    """Return the number of tensors and objects among some entries, and the bytes of the tensors."""
+    numbers = [number for name in names if (number := manifest.tensors.index.get(name)) is not None]
+    size = human_bytes(sum(_count_tensor_bytes(manifest, number) for number in numbers))
+    tensors, objects = format_count(len(numbers), "tensor"), format_count(len(names) - len(numbers), "object")
     return f"{tensors}, {objects}, {size}"

@@ -208,13 +208,11 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
 
 
-def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog | None:
-    """Mark checkpoints as abandoned. Return None if all that are live are marked already."""
-    if not any(entry.save_id in save_ids and not entry.abandoned for entry in catalog.entries):
-        return None
-    return _with(
-        catalog, (replace(entry, abandoned=entry.abandoned or entry.save_id in save_ids) for entry in catalog.entries)
-    )
+def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog:
+    """Mark checkpoints as abandoned."""
+    rest = (entry for entry in catalog.entries if entry.save_id not in save_ids)
+    marked = (replace(entry, abandoned=True) for entry in catalog.entries if entry.save_id in save_ids)
+    return _with(catalog, [*rest, *marked])
 
 
 def thin_entry(

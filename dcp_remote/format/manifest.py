@@ -243,14 +243,6 @@ class Manifest:
         for position in range(len(objects) + len(self.tensors.names)):
             yield objects[position] if position in objects else next(tensors)
 
-    def entry_of_piece(self, piece: int) -> str:
-        """Return the name of the entry that a piece belongs to."""
-        tensors = self.tensors
-        if piece >= tensors.piece_first[-1]:
-            return next(item.name for item in reversed(self.stored) if item.piece_first <= piece)
-        chunk = int(np.searchsorted(tensors.piece_first, piece, side="right")) - 1
-        return tensors.names[int(np.searchsorted(tensors.chunk_first, chunk, side="right")) - 1]
-
     @property
     def total_bytes(self) -> int:
         """Bytes of all shards."""
