@@ -19,6 +19,7 @@ from dcp_remote.cli.arguments import CommandParser, describe_options, name_optio
 from dcp_remote.cli.bench import bench
 from dcp_remote.cli.cp import cp
 from dcp_remote.cli.diff import diff
+from dcp_remote.cli.doctor import doctor
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
 from dcp_remote.cli.ls import ls
@@ -54,6 +55,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "pin": pin,
     "recover": recover_catalog,
     "bench": bench,
+    "doctor": doctor,
     "watch": watch,
 }
 

@@ -90,7 +90,8 @@ def _plain(text: str) -> str:
     """Replace what differs each time, and all white space by one space."""
     text = text.replace(f"'{socket.gethostname()}, pid", "'gpu-07, pid")
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:]+\+00:00", "TIME", text)
-    text = re.sub(r"pid \d+", "pid 4711", text)
+    text = re.sub(r"pid \d+, user \w+", "pid 4711, user ada", text)
+    text = re.sub(r"(dcp_remote|torch) [\w.+]+", r"\1 1.0", text)
     return " ".join(text.split())
 
 

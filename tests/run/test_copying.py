@@ -336,12 +336,17 @@ def test_a_checkpoint_of_the_copy_is_deleted_meanwhile(source: MemoryStore) -> N
 
 
 def test_two_copies_at_once(source: MemoryStore) -> None:
-    """Run another whole copy in between two requests of one: both succeed."""
+    """Save another checkpoint and copy all in between two requests of a copy: both succeed, and it stays newest."""
     for number in itertools.count(1):
-        destination = MemoryStore()
-        meanwhile = MeanwhileStore(destination, number, partial(copy_checkpoints, source, destination))
-        copy_checkpoints(source, meanwhile)
-        assert_copied(source, destination, tidy=False)
+        training, destination = copied(source), MemoryStore()
+
+        def copy_more(training: MemoryStore = training, destination: MemoryStore = destination) -> None:
+            save(training, 40, resumed_from=30)
+            copy_checkpoints(training, destination)
+
+        meanwhile = MeanwhileStore(destination, number, copy_more)
+        copy_checkpoints(training, meanwhile)
+        assert_copied(training if meanwhile.acted else source, destination, tidy=False)
         if not meanwhile.acted:
             break
 
