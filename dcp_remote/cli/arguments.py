@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeAlias
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.format.entry_names import near_names
 from dcp_remote.storage.limits import LIMIT_OPTIONS
+from dcp_remote.storage.url import is_remote, parse_url
 
 # Storage options that have an option of their own; all others are given by --option.
 _OWN_OPTIONS = {"endpoint_url": "--endpoint-url", "profile_name": "--profile", "region_name": "--region"}
@@ -200,7 +201,35 @@ StorageOptions: TypeAlias = Annotated[
     ),
 ]
 
+SourceOptions: TypeAlias = Annotated[
+    Mapping[str, object] | None,
+    argument(
+        "--source-option",
+        type=parse_setting,
+        action=AddPair,
+        metavar="NAME=VALUE",
+        help="storage option of the first URL alone, beside the others; repeatable",
+    ),
+]
+
 Step: TypeAlias = Annotated[
     int | str | None,
     argument(type=parse_step, metavar="N|NAME", help="checkpoint of a run, by step or name (default: the newest)"),
 ]
+
+
+def split_options(
+    source: str, url: str, own: Mapping[str, object] | None, shared: Mapping[str, object] | None
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the storage options of a source, which may have its own, and those of the other URL.
+
+    The shared ones are for both if they are the same kind of object storage; else for the one that is object storage,
+    or for the other URL.
+    """
+    own, shared = dict(own or {}), dict(shared or {})
+    if not is_remote(source):
+        return own, shared
+    if not is_remote(url):
+        return shared | own, {}
+    is_one_kind = parse_url(source).scheme == parse_url(url).scheme
+    return (shared | own if is_one_kind else own), shared

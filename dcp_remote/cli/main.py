@@ -17,6 +17,8 @@ from importlib.metadata import version
 
 from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
 from dcp_remote.cli.bench import bench
+from dcp_remote.cli.cp import cp
+from dcp_remote.cli.diff import diff
 from dcp_remote.cli.doctor import doctor
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
@@ -46,6 +48,8 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "ls": ls,
     "show": show,
     "verify": verify,
+    "diff": diff,
+    "cp": cp,
     "import": import_,
     "export": export,
     "gc": gc,
@@ -58,7 +62,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
 }
 
 # Commands that write nothing: their options may be abbreviated, since a mistyped one deletes nothing.
-_READING = ("ls", "show", "watch")
+_READING = ("ls", "show", "diff", "watch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

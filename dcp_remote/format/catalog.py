@@ -208,6 +208,13 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
 
 
+def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog:
+    """Mark checkpoints as abandoned."""
+    rest = (entry for entry in catalog.entries if entry.save_id not in save_ids)
+    marked = (replace(entry, abandoned=True) for entry in catalog.entries if entry.save_id in save_ids)
+    return _with(catalog, [*rest, *marked])
+
+
 def thin_entry(
     catalog: Catalog, save_id: str, *, began: int, seen: str, manifest: str, keys: Iterable[str], size_bytes: int
 ) -> Catalog | None:
