@@ -17,11 +17,13 @@ from importlib.metadata import version
 
 from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
 from dcp_remote.cli.bench import bench
+from dcp_remote.cli.du import du
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
 from dcp_remote.cli.ls import ls
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.pin import pin
+from dcp_remote.cli.prune import prune
 from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
@@ -42,17 +44,19 @@ _FOUND, _USAGE, _FAILED = 1, 2, 3
 COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "ls": ls,
     "show": show,
+    "du": du,
     "import": import_,
     "export": export,
     "gc": gc,
     "rm": rm,
+    "prune": prune,
     "pin": pin,
     "recover": recover_catalog,
     "bench": bench,
 }
 
 # Commands that write nothing: their options may be abbreviated, since a mistyped one deletes nothing.
-_READING = ("ls", "show")
+_READING = ("ls", "show", "du")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

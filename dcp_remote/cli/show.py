@@ -27,7 +27,7 @@ _RETRY_SECONDS = 10.0
 _LABELS = {"thinned": "without"}
 
 # Title of the entries without a top-level key, such as a step or those of a model's flat state dict.
-_TOP_LEVEL = "(top level)"
+TOP_LEVEL = "(top level)"
 
 
 def show(
@@ -170,7 +170,7 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
     for name in manifest.names():
         if name not in files:
             groups.setdefault(top_level_key(manifest.flatten.get(name) if manifest.flatten else None), []).append(name)
-    rows = [(escape_unprintable(top) or _TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
+    rows = [(escape_unprintable(top) or TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
     rows += files.items()
     width = max((len(title) for title, _ in rows), default=0)
     yield from (f"{title:<{width}}  {text}" for title, text in rows)

@@ -115,6 +115,11 @@ class Deletions:
         """True if nothing is left to look up or to delete."""
         return not self._noted and not self._queue
 
+    @property
+    def queued(self) -> frozenset[str]:
+        """Keys of the objects that may be deleted and are not yet."""
+        return frozenset(self._queue)
+
     def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
         """Remember the shards that a manifest of this process names, so that it need not be read."""
         self._named.remember(manifest_key, shard_keys)
@@ -180,17 +185,21 @@ class Deletions:
             return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner)
         keys = retention.optimizer_keys
 
-        def choose_by_rules(now: Catalog) -> Decision:
-            return decide(retention, [self._candidate(entry, keys) for entry in now.entries])
+        return self._carry_out(
+            partial(self.decide, retention), keys=keys, deadline=deadline, catalog=catalog, owner=owner
+        )
 
-        return self._carry_out(choose_by_rules, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
+    def decide(self, retention: Retention, now: Catalog) -> Decision:
+        """Return what `apply` would retire and thin in this catalog. No request."""
+        return decide(retention, [self._candidate(entry, retention.optimizer_keys) for entry in now.entries])
 
     def retire(
-        self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
+        self, steps: Sequence[int | str | Entry], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
     ) -> Applied:
-        """Retire live checkpoints by their steps or names, abandoned ones too; nothing is deleted yet.
+        """Retire live checkpoints by their steps, names or entries, abandoned ones too; nothing is deleted yet.
 
-        Pinned checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
+        An entry means the checkpoint of that very save, and is left out if that one is no longer live. Pinned
+        checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
         `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and beside one. Shards that an
         unreadable manifest may name are left to gc. Costs as `apply`.
         """
@@ -199,7 +208,10 @@ class Deletions:
         def choose(now: Catalog) -> Decision:
             # The checkpoints of the first catalog are meant, and not those that are saved at their steps meanwhile.
             if not save_ids:
-                save_ids.update(find_entry(now, step, url=self._store.url).save_id for step in steps)
+                found = (
+                    step if isinstance(step, Entry) else find_entry(now, step, url=self._store.url) for step in steps
+                )
+                save_ids.update(entry.save_id for entry in found)
             entries = [entry for entry in now.entries if entry.save_id in save_ids]
             if not force:
                 require_expendable(now, entries)

@@ -33,6 +33,7 @@ from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.commit import read_slot
 from dcp_remote.run.foreign_checkpoints import describe_foreign
+from dcp_remote.run.places import find_near_runs
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -335,11 +336,14 @@ def not_found(
     """Make the error for a URL with neither a checkpoint nor a run; it names what else lies there.
 
     A missing bucket, and a run that has lost its catalog, are raised instead. Costs two LISTs of a page each, and
-    perhaps one request more.
+    perhaps one request more; where nothing lies there, also those of `find_near_runs`.
     """
     require_reachable(store)
     require_not_lost(store)
-    return CheckpointNotFoundError(f"{what} {describe_foreign(store) or 'Check the URL.'}", url=store.url, **details)
+    found = describe_foreign(store)
+    near = find_near_runs(store) if found is None else []
+    found = found or ("Check the URL: runs with similar names lie beside it." if near else "Check the URL.")
+    return CheckpointNotFoundError(f"{what} {found}", url=store.url, **details, near=", ".join(near) or None)
 
 
 def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:

@@ -116,6 +116,15 @@ class MemoryStore:
         vars(child).update(vars(self), _place=self._place.child(prefix))
         return child
 
+    def parent(self) -> MemoryStore | None:
+        """Return the store of the folder above; None for the whole store. Not part of the contract."""
+        place = self._place.parent()
+        if place is None:
+            return None
+        above = MemoryStore.__new__(MemoryStore)
+        vars(above).update(vars(self), _place=place)
+        return above
+
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`."""
         return _info(key, self._find(key))

@@ -76,6 +76,16 @@ class WrappedStore:
         vars(child).update(vars(self), _store=self._store.child(prefix), _prefix=f"{self._prefix}{prefix}/")
         return child
 
+    def parent(self) -> Self | None:
+        """Return a wrapper of the store of the folder above the wrapped store; None if there is none, or unknown."""
+        make_parent = getattr(self._store, "parent", None)
+        above = make_parent() if callable(make_parent) else None
+        if above is None:
+            return None
+        parent = type(self).__new__(type(self))
+        vars(parent).update(vars(self), _store=above, _prefix=f"{self._prefix}../")
+        return parent
+
     def explain_missing(self) -> DcpRemoteError | None:
         """Return the wrapped store's error for a missing bucket, or another cause of missing objects; else None."""
         explain = getattr(self._store, "explain_missing", None)
