@@ -201,9 +201,10 @@ def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS
 
 
 def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog:
-    """Read the catalog of a run, or say why there is none; one GET, and where there is none a HEAD, a LIST and a HEAD.
+    """Read the catalog of a run, or say why there is none; one GET.
 
-    A checkpoint by itself (`InvalidArgumentError`) and what else lies there are named.
+    Where there is none, also a HEAD and what `not_found` costs: a checkpoint by itself (`InvalidArgumentError`) and
+    what else lies there are named.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)

@@ -45,11 +45,10 @@ def find_places(
     """Yield the runs and checkpoints below a URL, by their folders: all, or those directly below.
 
     Costs a LIST of a page per thousand objects, but at most one for each run or folder, of which only the first page is
-    read. `after` is a key behind which to begin, and `pages_max` bounds the LISTs.
+    read. `after` is a key behind which to begin; after `pages_max` pages no more is found.
     """
     pages = 0
-    while pages_max is None or pages < pages_max:
-        pages += 1
+    while True:
         # A page holds several small runs, so that their keys are read on, and only a new page is avoided.
         for number, info in enumerate(store.list(after=after), 1):
             is_skipped = info.key <= after
@@ -60,8 +59,12 @@ def find_places(
                     after = f"{place.path}0"  # "0" follows "/": behind all keys of the folder
                 elif not is_recursive:
                     after = _leave_folder(info.key)
-            if is_skipped and number >= _KEYS_PER_PAGE:
-                break
+            if number % _KEYS_PER_PAGE == 0:
+                pages += 1
+                if pages == pages_max:
+                    return
+                if is_skipped:
+                    break
         else:
             return
 

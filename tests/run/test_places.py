@@ -82,7 +82,8 @@ def test_kinds_of_places() -> None:
     """Lay a run, one whose catalog is lost, a checkpoint by itself, and other files into folders with similar names."""
     store = filled(
         "file", "data/x/y/z", "a/alpha/1", f"a/{CATALOG_KEY}", f"a/{MANIFEST}", "a/shards/00/x", f"a-1/{CATALOG_KEY}",
-        f"a0/{MANIFEST}", f"a0/{SHARD}", f"b/{MANIFEST_KEY}", "b/shards/00/x", f"b/shards/{CATALOG_KEY}",
+        f"a0/{MANIFEST}", f"a0/{SHARD}", "b/extra/1",
+        f"b/{MANIFEST_KEY}", "b/shards/00/x", f"b/shards/{CATALOG_KEY}",
         f"orphans/{SHARD}", f"team/one/{CATALOG_KEY}", f"team/two/deep/{MANIFEST}", CATALOG_KEY, MANIFEST,
     )  # fmt: skip
     below = [("a-1", "run"), ("a", "run"), ("a0", "lost run"), ("b", "checkpoint")]
@@ -159,3 +160,12 @@ def test_a_bucket_has_no_neighbours() -> None:
     """Ask for the whole store, and for a store of another kind, which does not know its parent."""
     assert find_near_runs(MemoryStore(secrets.token_hex(4))) == []
     assert "Check the URL." in str(not_found(MemoryStore()))
+
+
+def test_a_look_ends_after_its_pages() -> None:
+    """Lay twenty thousand files before a run: five pages of them are read."""
+    store = PagedStore()
+    fence(store.child("train"))
+    store.fill([f"t{number:06}" for number in range(20_000)])
+    assert list(find_places(store, is_recursive=False, pages_max=5)) == []
+    assert store.pages == 5
