@@ -33,6 +33,7 @@ NOT_RUN_PAGES = {
     ),
     **dict.fromkeys(("transformers.md", "frameworks.md", "other-frameworks.md"), _FRAMEWORK),
     "import-export.md": "tests/transfer/test_page.py runs it",
+    "monitoring.md": "needs an exporter, which .venv lacks; tests/manager/test_monitoring.py checks the page",
 }
 
 # Lines of shell blocks, by their beginning, that are not run here.

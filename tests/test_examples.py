@@ -211,3 +211,15 @@ def test_a_wrong_url_is_told_before_training(tmp_path: Path) -> None:
     assert run.exit_status != 0
     assert re.search(r"^Rank [01] stops\. InvalidArgumentError: ", run.output, re.MULTILINE), run.output
     assert [[event["event"] for event in events] for events in run.events] == [["started"], ["started"]]
+
+
+def test_examples_record_the_error_of_a_rank() -> None:
+    """Every example that torchrun starts: its summary then has the traceback of the rank that failed first."""
+    started = [
+        path
+        for path in (Path(__file__).parents[1] / "examples").glob("*.py")
+        if "torchrun --nproc-per-node" in path.read_text()
+    ]
+    assert len(started) == 5
+    for path in started:
+        assert re.search(r"^@record\b.*\ndef main\(", path.read_text(), re.MULTILINE), path.name

@@ -17,6 +17,7 @@ import venv
 import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,24 @@ def test_version_is_the_project_s() -> None:
     assert dir(dcp_remote) == sorted(dcp_remote.__all__)
     assert all(getattr(dcp_remote, name) is not None for name in dcp_remote.__all__)
     assert dcp_remote.SaveReport.__name__ == "SaveReport"
+
+
+def test_an_old_torch_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence at the first use of a name that needs torch, imported or not; the minimum is the project's."""
+    (minimum,) = filter(None, (re.match(r"torch>=(\d+)\.(\d+)", needed) for needed in project()["dependencies"]))
+    assert tuple(map(int, minimum.groups())) == dcp_remote._TORCH_MIN
+    needed = ".".join(minimum.groups())
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.4.1+cu121"))
+    with pytest.raises(ImportError, match=rf"needs torch {needed} or newer, and torch 2\.4\.1\+cu121 is installed\."):
+        _ = dcp_remote.CheckpointManager
+    assert callable(dcp_remote.latest)  # needs no torch
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.13.0")
+    with pytest.raises(ImportError, match=r"torch 1\.13\.0 is installed"):
+        _ = dcp_remote.CheckpointManager
+    for known in ("2.9.0a0+git1234", "2.13.1", "3.0"):
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=known))
+        assert callable(dcp_remote.CheckpointManager)
 
 
 def test_development_tools_are_pinned_and_the_rest_is_not() -> None:

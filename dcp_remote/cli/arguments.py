@@ -27,8 +27,6 @@ _OWN_OPTIONS = {"endpoint_url": "--endpoint-url", "profile_name": "--profile", "
 # Name of a storage option in a message: `storage_options['anon'] = True`.
 _STORAGE_OPTION = re.compile(r"storage_options(?:\['(\w+)'\](?: = '?(\w+)'?)?)?")
 
-_SECONDS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
-
 _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": GiB}
 
 
@@ -39,12 +37,10 @@ class Argument:
     Attributes:
         name: Option, such as `--json`; empty for that of the parameter's name.
         settings: Keywords of `argparse.ArgumentParser.add_argument`.
-        short: Second name of the option, such as `-r`; empty for none.
     """
 
     name: str
     settings: Mapping[str, Any]
-    short: str = ""
 
 
 def argument(name: str = "", **settings: Any) -> Argument:
@@ -52,9 +48,9 @@ def argument(name: str = "", **settings: Any) -> Argument:
     return Argument(name, settings)
 
 
-def flag(text: str, *, short: str = "") -> Argument:
+def flag(text: str) -> Argument:
     """Declare an option without a value; `text` tells what the option does."""
-    return Argument("", {"action": "store_true", "help": text}, short)
+    return Argument("", {"action": "store_true", "help": text})
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -72,8 +68,7 @@ class CommandParser(argparse.ArgumentParser):
                 continue
             is_required = parameter.default is inspect.Parameter.empty
             default = {"required": True} if is_required else {"default": parameter.default}
-            names = [_option_of(parameter, declared), *([declared.short] if declared.short else [])]
-            self.add_argument(*names, dest=parameter.name, **default, **declared.settings)
+            self.add_argument(_option_of(parameter, declared), dest=parameter.name, **default, **declared.settings)
 
     def parse_known_args(  # type: ignore[override]  # argparse alone calls this, with both by their places
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -146,14 +141,6 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError(f"not a size like 8MiB, 64KB or 268435456: {text}")
     return int(found[1]) * _BYTES[found[2]]
-
-
-def parse_duration(text: str) -> float:
-    """Parse a time such as `90min`, `36h`, `7d` or `2w`; return seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(min|h|d|w)", text, re.ASCII)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"not a time like 90min, 36h, 7d or 2w: {text}")
-    return float(found[1]) * _SECONDS[found[2]]
 
 
 def parse_pair(text: str, *, form: str = "OLD=NEW") -> tuple[str, str]:

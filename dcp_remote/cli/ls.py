@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Annotated
 
-from dcp_remote.cli.arguments import StorageOptions, Url, flag
+from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
 from dcp_remote.cli.output import Output
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, human_seconds, shorten
-from dcp_remote.errors import PermissionDeniedError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.catalog_store import read_catalog
-from dcp_remote.run.info import PlaceInfo, find_age_seconds, list_places, require_run, require_run_url
-from dcp_remote.run.lookup import not_found, require_not_lost, require_reachable
+from dcp_remote.run.info import find_age_seconds, require_run, require_run_url
+from dcp_remote.run.lookup import not_found
+from dcp_remote.run.runs_below import FoundRun, list_runs
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import RetryingStore
 
@@ -30,27 +29,36 @@ def ls(
     out: Output,
     url: Url,
     *,
-    recursive: Annotated[bool, flag("list the runs at any depth below the URL", short="-r")] = False,
+    recursive: Annotated[
+        bool, argument("-r", action="store_true", help="list the runs below the URL of a bucket or folder")
+    ] = False,
     abandoned: Annotated[
         bool, flag("list only the checkpoints that a job left behind when it went back to an older one")
     ] = False,
     storage_options: StorageOptions = None,
 ) -> bool:
-    """List the checkpoints of a run, or the runs below a URL.
+    """List the checkpoints of a run, or with -r the runs below a URL.
 
     Of a run reads its catalog alone, one GET; sizes are those of whole checkpoints, and `dcp-remote du` tells what they
-    share. Below any other URL finds the runs, and the checkpoints by themselves, with about a LIST and a GET for each.
+    share. -r costs at most a LIST and a GET for each run, and a LIST per thousand objects outside of runs; exit code 1
+    if a run cannot be read.
     """
     store = open_store(url, storage_options)
     asking = RetryingStore(store, Deadline(_RETRY_SECONDS))
     catalog = read_catalog(asking)
     if catalog is None:
         require_run_url(asking)
-        return _list_places(out, store, is_recursive=recursive)
+        runs = list_runs(store, timeout_seconds=_LIST_SECONDS) if recursive else []
+        if not runs:
+            below = ", and none below" if recursive else "; `dcp-remote ls -r` lists those below"
+            raise not_found(asking, f"There is no committed checkpoint and no run (no catalog.json) here{below}.")
+        return _print_runs(out, store, runs)
     entries = [entry for entry in catalog.entries if entry.abandoned or not abandoned]
     count = format_count(len(catalog.entries), "checkpoint")
     title = f"{len(entries)} abandoned of {count}" if abandoned else count
     out.say(f"{store.url}: {title}{'; `dcp-remote du` tells what they share' if len(entries) > 1 else ''}")
+    if catalog.holder:
+        out.say(f"written by {catalog.holder}")
     out.say(*format_table(entries))
     out.give(
         {
@@ -58,55 +66,41 @@ def ls(
             "run_id": catalog.run_id,
             "revision": catalog.revision,
             "token": catalog.token,
+            "holder": catalog.holder or None,
             "checkpoints": [build_entry(entry) for entry in entries],
         }
     )
     return False
 
 
-def _list_places(out: Output, store: ObjectStore, *, is_recursive: bool) -> bool:
-    asking = RetryingStore(store, Deadline(_RETRY_SECONDS))
-    require_reachable(asking)
-    require_not_lost(asking)
-    found: list[PlaceInfo] = []
-    with suppress(PermissionDeniedError):  # without a grant to list, the error for a URL without a run is the answer
-        found = list_places(store, is_recursive=is_recursive, timeout_seconds=_LIST_SECONDS)
-    if not found:
-        below = "" if is_recursive else ", and none directly below; `dcp-remote ls -r` looks deeper"
-        raise not_found(asking, f"There is no committed checkpoint and no run (no catalog.json) here{below}.")
-    runs = sum(info.place.kind != "checkpoint" for info in found)
-    alone = len(found) - runs
-    out.say(
-        f"{store.url}: {format_count(runs, 'run')}"
-        + (f", {format_count(alone, 'checkpoint')} outside of runs" if alone else "")
-    )
-    rows = [("run", "newest", "age", "checkpoints", "newest's size", "notes"), *map(_format_place, found)]
-    out.say(*format_rows(rows, right=(False, True, True, True, True)))
-    names = ("step", "created", "checkpoints", "size_bytes", "problem")
+def _print_runs(out: Output, store: ObjectStore, runs: Sequence[FoundRun]) -> bool:
+    out.say(f"{store.url}: {format_count(len(runs), 'run')}")
+    rows = [("run", "newest", "age", "newest's size", "written by"), *map(_format_run, runs)]
+    out.say(*format_rows(rows, right=(False, True, True, True)))
     out.give(
         {
             "url": store.url,
             "runs": [
-                {"path": info.place.path, "url": info.url, "kind": info.place.kind.replace(" ", "_")}
-                | {name.removeprefix("size_"): getattr(info, name) for name in names}
-                for info in found
+                {
+                    "path": run.path,
+                    "newest": build_entry(run.newest) if run.newest is not None else None,
+                    "holder": run.holder or None,
+                    "problem": run.problem,
+                }
+                for run in runs
             ],
         }
     )
-    return any(info.problem is not None for info in found)
+    return any(run.problem is not None for run in runs)
 
 
-def _format_place(info: PlaceInfo) -> tuple[str, ...]:
-    is_alone = info.place.kind == "checkpoint"
-    age_seconds = find_age_seconds(info.created, time.time()) if info.created is not None else None
-    return (
-        escape_unprintable(info.place.path),
-        "" if info.step is None else str(info.step),
-        "" if age_seconds is None else human_seconds(age_seconds),
-        "" if is_alone or info.problem is not None else str(info.checkpoints),
-        "" if info.size_bytes is None else human_bytes(info.size_bytes),
-        escape_unprintable(info.problem or ("checkpoint outside of a run" if is_alone else "")),
-    )
+def _format_run(run: FoundRun) -> tuple[str, ...]:
+    name, last = escape_unprintable(run.path), escape_unprintable(run.problem or run.holder)
+    if run.newest is None:
+        return name, "", "", "", last
+    age_seconds = find_age_seconds(run.newest.created, time.time())
+    age = human_seconds(age_seconds) if age_seconds is not None else ""
+    return name, str(run.newest.step), age, human_bytes(run.newest.size_bytes), last
 
 
 def read_run_catalog(store: ObjectStore) -> Catalog:

@@ -28,6 +28,7 @@ from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
 from dcp_remote.cli.transfer import export, import_
+from dcp_remote.cli.watch import watch
 from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import (
     CommitUnknownError,
@@ -53,10 +54,11 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "pin": pin,
     "recover": recover_catalog,
     "bench": bench,
+    "watch": watch,
 }
 
 # Commands that write nothing: their options may be abbreviated, since a mistyped one deletes nothing.
-_READING = ("ls", "show", "du")
+_READING = ("ls", "show", "du", "watch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

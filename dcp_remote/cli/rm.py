@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
-from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag, parse_duration, parse_step
+from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag, parse_step
 from dcp_remote.cli.gc import describe_failures
 from dcp_remote.cli.ls import build_entry, format_table, read_run_catalog
 from dcp_remote.cli.output import Output
@@ -15,13 +15,15 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import format_count, human_bytes, join_some
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.format.catalog import Catalog, Entry
-from dcp_remote.run.deletions import require_expendable
+from dcp_remote.run.deletions import Applied, Deletions, require_expendable
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.info import find_age_seconds
 from dcp_remote.run.lookup import find_entry
 from dcp_remote.run.retention import Decision
 from dcp_remote.run.usage import Cleared, Usage, clear, read_usage
 from dcp_remote.storage import ObjectStore, open_store
+
+_DAY_SECONDS = 86_400.0
 
 _RANGE = re.compile(r"(\d+)-(\d+)", re.ASCII)
 
@@ -41,7 +43,7 @@ def rm(
     ] = None,
     older_than: Annotated[
         float | None,
-        argument(type=parse_duration, metavar="TIME", help="delete those saved longer ago, such as 36h, 7d or 2w"),
+        argument(type=float, metavar="DAYS", help="delete those that were saved more than so many days ago"),
     ] = None,
     abandoned: Annotated[bool, flag("delete those that a job left behind when it went back to an older one")] = False,
     yes: Annotated[bool, flag("delete; without this nothing is changed")] = False,
@@ -59,52 +61,40 @@ def rm(
         raise InvalidArgumentError("Say which checkpoints to delete: --step, --older-than or --abandoned.")
     store = open_store(url, storage_options)
     catalog = read_run_catalog(store)
-    named, found = _find_steps(catalog, step, url=store.url)
-    now_seconds = time.time()
-    fitting = [
-        entry
-        for entry in found
-        if (older_than is None or (find_age_seconds(entry.created, now_seconds) or 0.0) > older_than)
-        and (entry.abandoned or not abandoned)
-    ]
-    if not force:
-        require_expendable(catalog, [entry for entry in fitting if entry in named])
-    newest = catalog.latest()
-    kept = [entry for entry in fitting if not force and (entry.pinned or entry == newest)]
-    entries = [entry for entry in fitting if entry not in kept]
+    named, ranges = _find_steps(catalog, step or (), url=store.url)
+    newest, now_seconds = catalog.latest(), time.time()
+
+    def is_chosen(entry: Entry) -> bool:
+        if step and entry not in named and not any(entry.step in steps for steps in ranges):
+            return False
+        age_seconds = find_age_seconds(entry.created, now_seconds) or 0.0
+        return (older_than is None or age_seconds > older_than * _DAY_SECONDS) and (entry.abandoned or not abandoned)
+
+    chosen = [entry for entry in catalog.entries if is_chosen(entry)]
+    kept = [] if force else [entry for entry in chosen if entry.pinned or entry == newest]
+    require_expendable(catalog, [entry for entry in kept if entry in named])
+    entries = [entry for entry in chosen if entry not in kept]
     out.say(f"{store.url}: {format_count(len(entries), 'checkpoint')} of {len(catalog.entries)}")
     out.say(*format_table(entries))
     out.say(*(f"kept: step {entry.step}, which is {'pinned' if entry.pinned else 'the newest'}" for entry in kept))
-    usage = read_usage(store, catalog if entries else Catalog(catalog.run_id), Deadline(TIMEOUT_SECONDS))
-    would_free_bytes = usage.freed_bytes(catalog, Decision(tuple(entry.step for entry in entries), thin=()))
-    cleared = None
-    if yes:
-        cleared = clear(
-            store,
-            usage,
-            lambda deletions, deadline: deletions.retire(entries, deadline=deadline, force=force),
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
-    elif entries:
-        say_unreadable(out, usage)
-        out.say(f"Nothing was changed. To delete these checkpoints, which frees {human_bytes(would_free_bytes)}: --yes")
+    usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS))
+    decision = Decision(tuple(entry.step for entry in entries), thin=())
+
+    def retire(deletions: Deletions, deadline: Deadline) -> Applied:
+        return deletions.retire(decision.retire, deadline=deadline, force=force, catalog=catalog)
+
     out.give(
         {
             "url": store.url,
             "checkpoints": [build_entry(entry) for entry in entries],
             "kept": [entry.step for entry in kept],
-            "would_free_bytes": would_free_bytes,
-            **report_cleared(out, store, cleared),
+            **carry_out(out, store, usage, decision, retire, yes=yes),
         }
     )
 
 
-def _find_steps(
-    catalog: Catalog, steps: Sequence[int | str] | None, *, url: str
-) -> tuple[Sequence[Entry], Sequence[Entry]]:
-    """Return the checkpoints that are named one by one, and those and the ones of ranges; all if no steps are given."""
-    if not steps:
-        return [], catalog.entries
+def _find_steps(catalog: Catalog, steps: Sequence[int | str], *, url: str) -> tuple[list[Entry], list[range]]:
+    """Return the checkpoints that are named one by one, and the ranges; a name that looks like a range is a name."""
     named: list[Entry] = []
     ranges: list[range] = []
     for step in steps:
@@ -113,25 +103,39 @@ def _find_steps(
             named.append(find_entry(catalog, step, url=url))
         else:
             ranges.append(range(int(bounds[1]), int(bounds[2]) + 1))
-    return named, [entry for entry in catalog.entries if entry in named or any(entry.step in steps for steps in ranges)]
+    return named, ranges
 
 
 def say_unreadable(out: Output, usage: Usage) -> None:
     """Print which manifests cannot be read, so that the bytes of their shards are not known."""
-    for step, error in usage.unreadable.items():
-        out.say(f"the manifest of step {step} cannot be read, so that bytes are not known: {error.message}")
+    for entry, error in usage.unreadable.items():
+        out.say(f"the manifest of step {entry.step} cannot be read, so that bytes are not known: {error.message}")
 
 
-def report_cleared(out: Output, store: ObjectStore, cleared: Cleared | None) -> dict[str, object]:
-    """Print what was deleted, and return it as a part of the document; None if nothing was to be.
+def carry_out(
+    out: Output,
+    store: ObjectStore,
+    usage: Usage,
+    decision: Decision,
+    apply: Callable[[Deletions, Deadline], Applied],
+    *,
+    yes: bool,
+) -> dict[str, object]:
+    """Print what a decision would free, or with `yes` carry it out by `apply`, and print what was done.
 
-    Raises if objects could not be deleted.
+    Returns a part of the document. Raises if objects could not be deleted.
     """
-    if cleared is None:
-        return {"deleted": [], "thinned": [], "objects_deleted": 0, "freed_bytes": 0, "left_for_gc": None}
+    would_free_bytes = usage.freed_bytes(decision)
+    cleared = clear(store, usage, apply, timeout_seconds=TIMEOUT_SECONDS) if yes else Cleared()
     deleted = cleared.deleted
-    objects = f"({format_count(deleted.removed, 'object')}, {human_bytes(cleared.freed_bytes)} freed)"
-    out.say(f"deleted {join_some([f'step {step}' for step in cleared.retired]) or 'no checkpoint'} {objects}")
+    if yes:
+        steps = join_some([f"step {step}" for step in cleared.retired]) or "no checkpoint"
+        freed = human_bytes(cleared.freed_bytes)
+        out.say(f"deleted {steps} ({format_count(deleted.removed, 'object')}, {freed} freed)")
+    else:
+        say_unreadable(out, usage)
+        if decision.retire or decision.thin:
+            out.say(f"Nothing was changed. To free {human_bytes(would_free_bytes)}, add --yes")
     if cleared.thinned:
         out.say(f"without optimizer: {join_some([f'step {step}' for step in cleared.thinned])}")
     if cleared.reason is not None:
@@ -147,8 +151,9 @@ def report_cleared(out: Output, store: ObjectStore, cleared: Cleared | None) -> 
             left=deleted.left + deleted.given_up,
         )
     return {
-        "deleted": list(cleared.retired),
-        "thinned": list(cleared.thinned),
+        "would_free_bytes": would_free_bytes,
+        "deleted": cleared.retired,
+        "thinned": cleared.thinned,
         "objects_deleted": deleted.removed,
         "freed_bytes": cleared.freed_bytes,
         "left_for_gc": cleared.reason,

@@ -26,7 +26,7 @@ class Clock:
     """Time and chance of an operation, which its `Deadline` carries. That of a test waits for nothing."""
 
     monotonic: Callable[[], float] = time.monotonic  # seconds
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] = time.sleep
     uniform: Callable[[float, float], float] = jitter  # random number between two others
 
 

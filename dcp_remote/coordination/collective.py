@@ -133,7 +133,7 @@ class Collective:
         if error is not None and cancelled is not None and error is not cancelled and not is_unchanged:
             raise _copy_error(cancelled, error) from error
 
-    # ---- for those who take part
+    # ---- for callers
 
     @property
     def number(self) -> int:
@@ -378,7 +378,7 @@ class Collective:
             answer = self._ask(lambda client: client.get(key) if shared else client.take_many([key])[0])
             if answer:
                 return answer
-            # Deleted since it was seen: the coordinator is two operations on, which the next look finds out.
+            # Deleted since it was seen: the coordinator is over 64 operations on, which the next look finds out.
         return None
 
     def _collect(self, value: V) -> list[V]:
@@ -423,10 +423,11 @@ class Collective:
         data = {key: pickle.dumps(answer) for key, answer in answers.items()}
         if not self._outcome.is_committing:
             self._outcome.raise_if_cancelled()
-        old_keys, self._answer_keys = self._answer_keys, list(data)
+        old_keys, self._answer_keys = self._answer_keys, [*self._answer_keys, *data]
         self._failure_detector.expect(self._round + 1, range(1, self._member.world_size))
         try:
             self._ask(partial(self._put_answers, data, old_keys))
+            self._answer_keys = list(data)
         except DcpRemoteError as error:
             if not self._outcome.is_committing:
                 raise

@@ -28,7 +28,7 @@ _WARN_SECONDS = 30.0
 
 
 class FailureDetector:
-    """Ends an operation by an error that names the ranks which keep it from going on.
+    """Detector that ends an operation by an error that names the ranks which keep it from going on.
 
     Args:
         member: This rank as a member of the group.
@@ -82,13 +82,13 @@ class FailureDetector:
                 self._end_as_late(client)
 
     def check_arrival(self) -> None:
-        """As `check`, before the coordinator has come and there is a store: only the coordinator can be absent."""
+        """Check before the coordinator has come and there is a store: only the coordinator can be absent."""
         self._outcome.check_time_and_store()
         if not self._outcome.has_left and self._outcome.error is None:
             self._end_if_absent(None, [0])
 
     def _ask_positions(self, client: Client) -> None:
-        """Ask once where the others are, if they do not come soon; whoever is in a call of this package is coming."""
+        """Ask once where others are, if they do not come soon. A rank that is in a call of this package is coming."""
         seconds = self._outcome.time_limit.elapsed_seconds()
         if not self._has_asked and not self._outcome.has_met:
             assert self._heartbeat is not None, "called by the heartbeat"

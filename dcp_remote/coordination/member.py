@@ -10,7 +10,7 @@ from dcp_remote.coordination.key_value import Client, HelperClient
 
 # Operations whose answers and verdicts are kept until all ranks meet again: a rank that is slow reads what it was sent,
 # and one that missed operations finds out how many.
-VERDICTS_KEPT = 64
+OPERATIONS_KEPT = 64
 
 
 class GroupMember:
@@ -39,8 +39,8 @@ class GroupMember:
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle_client: HelperClient | None = None
-        self._leftovers: dict[int, list[str]] = {}
-        self._answers: dict[int, list[str]] = {}
+        self._leftovers: dict[str, int] = {}  # number of the operation, by key
+        self._answers: dict[str, int] = {}  # the same
 
     def take_client(self) -> HelperClient:
         """Return a client for the thread of an operation: the idle one, or another."""
@@ -65,13 +65,13 @@ class GroupMember:
         """
         with self._lock:
             if self.world_size > 1:
-                self._leftovers.setdefault(operation, []).extend(keys)
+                self._leftovers.update(dict.fromkeys(keys, operation))
 
     def note_answers(self, operation: int, keys: Iterable[str]) -> None:
         """Note keys of an operation that other ranks may still have to read: answers, a verdict; coordinator only."""
         with self._lock:
             if self.world_size > 1:
-                self._answers.setdefault(operation, []).extend(keys)
+                self._answers.update(dict.fromkeys(keys, operation))
 
     def delete_left_keys(self, client: Client, before: int, *, have_all_come: bool = False) -> None:
         """Delete the keys that operations before number `before` left in the store.
@@ -80,12 +80,17 @@ class GroupMember:
             client: Client of the store.
             before: Number of the first operation whose keys are kept.
             have_all_come: All ranks are in operation `before`, or none will come to an earlier one. Else the answers
-                and verdicts of the last 64 operations are kept: some rank may not have read them.
+                and verdicts of at least the last 64 operations are kept: some rank may not have read them.
         """
-        answers_before = before if have_all_come else before - VERDICTS_KEPT
+        answers_before = before if have_all_come else before - OPERATIONS_KEPT
         with self._lock:
-            old = [*_pop_below(self._leftovers, before), *_pop_below(self._answers, answers_before)]
+            old = [key for key, operation in self._leftovers.items() if operation < before]
+            old += [key for key, operation in self._answers.items() if operation < answers_before]
         client.delete(old)
+        with self._lock:  # only now: a connection that breaks leaves the keys to the next call
+            for key in old:
+                self._leftovers.pop(key, None)
+                self._answers.pop(key, None)
 
     def close(self) -> None:
         """Close the idle client, and keep none from now on."""
@@ -94,7 +99,3 @@ class GroupMember:
             client, self._idle_client = self._idle_client, None
         if client is not None:
             client.close()
-
-
-def _pop_below(by_number: dict[int, list[str]], limit: int) -> list[str]:
-    return [key for number in sorted(by_number) if number < limit for key in by_number.pop(number)]

@@ -11,7 +11,7 @@ Below the prefix of the group, for operation k, whose name has the digest w, and
 
 When all ranks have met in a later operation nothing of operation k is left, whether it failed or not, but for what a
 rank that was stopped posts when it goes on. Until then answers and verdicts are kept, for ranks that have not read
-them, of the last 64 operations; what only the coordinator reads is deleted when operation k + 2 is under way.
+them, of at least the last 64 operations; what only the coordinator reads is deleted when operation k + 2 is under way.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dcp_remote.common.text import join_some
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
-from dcp_remote.coordination.member import VERDICTS_KEPT, GroupMember
+from dcp_remote.coordination.member import OPERATIONS_KEPT, GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys, Commit, Verdict
 from dcp_remote.errors import DcpRemoteError, StateMismatchError
 
@@ -51,21 +51,23 @@ class Terms:
     """Times of a collective operation, and the classes of its errors.
 
     Attributes:
-        seconds: Seconds until the deadline, from the beginning on.
-        silence_seconds: Seconds of silence that end the operation: of another rank, the store, or this process.
-        arrival_seconds: Seconds after which a rank that has not begun the operation ends it.
-        left_seconds: Returns the seconds left for work before this process is killed; the operation ends when there are
-            none, even while it commits.
         failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
         timed_out: Class of the error that is raised at the deadline.
+        seconds: Seconds until the deadline, from the beginning on.
+        silence_seconds: Seconds of silence that end the operation: of another rank that was heard before, of the store,
+            or of this process.
+        arrival_seconds: Seconds after which a rank that has not begun the operation ends it, unless its heartbeat shows
+            that it is in another call of this package.
+        left_seconds: Returns the seconds left for work before this process is killed; the operation ends when there are
+            none, even while it commits.
     """
 
-    seconds: float
-    silence_seconds: float
-    arrival_seconds: float
-    left_seconds: Callable[[], float]
     failed: type[DcpRemoteError]
     timed_out: type[DcpRemoteError]
+    seconds: float
+    silence_seconds: float = 60.0
+    arrival_seconds: float = math.inf
+    left_seconds: Callable[[], float] = lambda: math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +165,7 @@ class Outcome:
         self._is_cancelled.wait(seconds)
 
     def check_time_and_store(self) -> None:
-        """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
-
-        From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
-        the store, calls this twice a second.
-        """
+        """Cancel the operation where it cannot go on; see `Collective.check_time_and_store`."""
         now = self._member.clock()
         asleep_seconds, self._looked_at = now - self._looked_at, now
         if self.has_left or self.error is not None:
@@ -215,7 +213,7 @@ class Outcome:
 
         `read_verdict` goes on from there, one number at a time. `status` is the coordinator's.
         """
-        keys, first_kept = self.keys, status.operation - VERDICTS_KEPT + 1
+        keys, first_kept = self.keys, status.operation - OPERATIONS_KEPT + 1
         return not self.has_met and first_kept > keys.number and self._renumber(keys, first_kept)
 
     def read_verdict(self, client: Client) -> bool:

@@ -68,11 +68,12 @@ class RemoteStrategy(RunStrategy):
     The URL of a checkpoint is that of its run, and a name. Its step is `state["step"]` or `state["global_step"]`, else
     the number at the end of the name, such as `step-100.ckpt`. A second save of the same objects in the same step, and
     before the next step of their optimizers, uploads nothing, and only adds its name; any other second save of a step
-    is refused. A checkpoint is one
-    commit of models (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all other values of the
-    state; data loaders with a state, and `PerRank` values, are those of each rank. Each rank writes and reads its own
-    part of the tensors; nothing is gathered, whatever `state_dict_type` or `save_distributed_checkpoint` say for local
-    folders.
+    is refused.
+
+    A checkpoint is one commit of models (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all
+    other values of the state; data loaders with a state, and `PerRank` values, are those of each rank. Each rank writes
+    and reads its own part of the tensors; nothing is gathered, whatever `state_dict_type` or
+    `save_distributed_checkpoint` say for local folders.
 
     `fabric.save` returns when every rank has copied its state, and uploads in the background. A rank that does not call
     it within 30 s, as under `if fabric.global_rank == 0`, or that raises meanwhile, is an error on all ranks that did.

@@ -6,8 +6,8 @@
     )
     trainer.fit(module, ckpt_path="last")
 
-`dirpath` is the URL of the run, and the name of a file is a name of a checkpoint in it. Local folders stay Lightning's
-own affair.
+`dirpath` is the URL of the run, and the name of a file is a name of a checkpoint in it. Lightning itself saves
+to local folders.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_p
 
 
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
-_WORDS = {"true": True, "false": False}
+_TRUTH_VALUES = {"true": True, "false": False}
 
 # Arguments that the user of a Trainer can pass, for the advice of errors.
 WORDS = {
@@ -233,7 +233,7 @@ class RemoteRun:
                 not one of a trainer.
             CheckpointNotFoundError: The checkpoint that was asked for does not exist.
         """
-        resume_from = _WORDS.get(str(resume_from).lower(), resume_from)
+        resume_from = _TRUTH_VALUES.get(str(resume_from).lower(), resume_from)
         self.best_url, self._read_from = None, None
         self.random = HeldRandomStates()
         is_local = not self._is_own_url(resume_from) and _is_local(resume_from)

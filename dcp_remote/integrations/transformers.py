@@ -56,7 +56,7 @@ def remote(
 
     `train(resume_from_checkpoint=…)` takes True or "True", as a command line gives it (the newest checkpoint of the
     run; from the beginning, with a warning, if there is none), the URL of a run, the URL or name of a checkpoint, or a
-    local folder, which is `Trainer`'s own affair. Without it, and without `start_over=True`, a run that has checkpoints
+    local folder, which `Trainer` loads itself. Without it, and without `start_over=True`, a run that has checkpoints
     is refused. `train` returns when the last checkpoint is committed.
 
     `args.save_total_limit` is the retention: the newest checkpoint and that of the best model always stay.
@@ -103,7 +103,7 @@ def remote(
 def enable(url: str, **settings: Any) -> None:
     """Make every `Trainer` that is made from now on save its checkpoints to a run, as `remote` does.
 
-    For programs that make their trainer out of sight. Every rank calls this, before the trainer is made.
+    For programs that make their trainer in their own code. Every rank calls this, before the trainer is made.
 
     Args:
         url: URL of the run.

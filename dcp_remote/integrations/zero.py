@@ -94,7 +94,7 @@ class Layout:
     Attributes:
         optimizer: Base optimizer, whose state has the partitions' `masters` as keys.
         partitions: Partitions of this rank.
-        frozen: Shards of parameters without a master copy in ZeRO-3, by name: (shape, first element, elements).
+        frozen: Shards of parameters without a master copy in ZeRO-3, by name.
         refresh: Function that copies the masters into the parameters of the module; a collective of torch in ZeRO.
         owner: Optimizer of DeepSpeed that links parameters to their states; None if there are no links.
     """

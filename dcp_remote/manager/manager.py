@@ -22,6 +22,7 @@ from dcp_remote.common.threads import limit_exit_wait
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
@@ -222,6 +223,8 @@ class CheckpointManager:
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
         self._telemetry = Telemetry()
+        if coordinator is not None:
+            self._telemetry.observe(self._store, coordinator.background_deletions)
         self._background_saves = BackgroundSaves(
             self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
         )
@@ -514,6 +517,7 @@ class CheckpointManager:
         self._first_save.forget_start()
         if go_on:
             self._last_step = self._last_load.step
+            self._telemetry.note_restored(self._last_load.created)
             if self._coordinator is not None:
                 self._coordinator.resume_from(self._last_step)
             if self._schedule is not None:
@@ -639,6 +643,7 @@ class CheckpointManager:
             gives_up = True
             raise
         finally:
+            self._telemetry.close()
             self._stager.close()
             # Half of what is left of the notice: the process still has to end afterwards.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
@@ -691,15 +696,15 @@ class CheckpointManager:
                 "Make it after init_process_group.",
                 url=self._store.url,
             )
-        return self._ranks.prepare(
-            what,
+        terms = Terms(
+            failed,
+            timed_out,
             seconds=seconds,
             silence_seconds=self._silence_seconds,
             arrival_seconds=self._arrival_seconds if arrival_seconds is None else arrival_seconds,
             left_seconds=self._preemption.working_seconds,
-            failed=failed,
-            timed_out=timed_out,
         )
+        return self._ranks.prepare(what, terms)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -7,12 +7,11 @@ carried out, another's was, or nothing changed and the same PUT is sent once mor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy, jitter
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
     CommitUnknownError,
     ConditionFailedError,
@@ -103,12 +102,10 @@ _Seen = TypeVar("_Seen", bound=_Versioned | None)
 class Backoff:
     """Pauses between attempts by a policy, whose delays are the longest; with full jitter."""
 
-    def __init__(
-        self, deadline: Deadline, policy: RetryPolicy | None = None, *, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def __init__(self, deadline: Deadline, policy: RetryPolicy | None = None) -> None:
         """Store the settings; nothing is waited for."""
         policy = policy or RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX)
-        self._deadline, self._delays, self._sleep = deadline, policy.growing_delays(), sleep
+        self._deadline, self._delays = deadline, policy.growing_delays()
         self._seconds = next(self._delays)
 
     def is_exhausted(self) -> bool:
@@ -117,7 +114,7 @@ class Backoff:
 
     def pause(self) -> None:
         """Wait; the next pause is longer."""
-        self._sleep(jitter(0, self._seconds))
+        self._deadline.clock.sleep(self._deadline.clock.uniform(0, self._seconds))
         self._seconds = next(self._delays)
 
 

@@ -5,23 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
+from datetime import datetime
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import (
-    CorruptCheckpointError,
-    InvalidArgumentError,
-    ObjectNotFoundError,
-    PermissionDeniedError,
-    UnsupportedFormatError,
-)
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog
-from dcp_remote.run.live_shards import in_parallel
-from dcp_remote.run.lookup import exists, not_found, read_stored, require_not_lost, require_reachable
-from dcp_remote.run.places import Place, find_places
+from dcp_remote.run.lookup import exists, not_found, require_not_lost, require_reachable
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -119,78 +110,19 @@ def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool
     return max(known, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceInfo:
-    """Run or checkpoint below a URL; None, or 0, for what is not known.
-
-    Attributes:
-        place: Folder and kind.
-        url: URL of the run or checkpoint.
-        step: Newest step of a run that is not abandoned.
-        created: Time of that save, or of the checkpoint; UTC, ISO 8601, by its coordinator's clock.
-        checkpoints: Number of live checkpoints of the run.
-        size_bytes: Bytes of the newest checkpoint.
-        problem: Reason why nothing else is known.
-    """
-
-    place: Place
-    url: str
-    step: int | None = None
-    created: str | None = None
-    checkpoints: int = 0
-    size_bytes: int | None = None
-    problem: str | None = None
-
-
-def list_places(store: ObjectStore, *, is_recursive: bool, timeout_seconds: float) -> list[PlaceInfo]:
-    """List the runs and checkpoints by themselves below a URL: all, or those directly below; ordered by folder.
-
-    Costs as `find_places`, about a LIST for each run, and one GET for each: of its catalog or manifest alone.
-    """
-    deadline = Deadline(timeout_seconds)
-    reading = RetryingStore(store, deadline)
-    return in_parallel(partial(_look_at, reading), list(find_places(reading, is_recursive=is_recursive)))
-
-
-def _look_at(store: ObjectStore, place: Place) -> PlaceInfo:
-    try:
-        child = store.child(place.path)
-    except InvalidArgumentError:  # as a foreign tool names a folder: with a backslash, or a control character
-        return PlaceInfo(place, f"{store.url}/{place.path}", problem="no URL can have this name")
-    try:
-        if place.kind == "lost run":
-            return PlaceInfo(place, child.url, problem="catalog.json is lost: `dcp-remote recover` rebuilds it")
-        if place.kind == "checkpoint":
-            manifest = read_stored(child).manifest
-            if manifest is None:
-                return PlaceInfo(place, child.url, problem="no checkpoint: its manifest.json is a tombstone of gc")
-            return PlaceInfo(place, child.url, created=manifest.created, size_bytes=manifest.total_bytes)
-        catalog = read_catalog(child)
-    except (CorruptCheckpointError, UnsupportedFormatError, PermissionDeniedError) as error:
-        return PlaceInfo(place, child.url, problem=error.message)
-    except ObjectNotFoundError:
-        catalog = None
-    if catalog is None:
-        return PlaceInfo(place, child.url, problem="deleted meanwhile")
-    newest, count = catalog.latest(), len(catalog.entries)
-    if newest is None:
-        return PlaceInfo(place, child.url, checkpoints=count)
-    return PlaceInfo(place, child.url, newest.step, newest.created, count, newest.size_bytes)
-
-
 def find_age_seconds(created: str, now_seconds: float) -> float | None:
     """Return the seconds since a time of a catalog, ISO 8601; None if the text is no time. Pure."""
     try:
-        time = datetime.fromisoformat(created)
+        return max(0.0, now_seconds - datetime.fromisoformat(created).timestamp())
     except ValueError:
         return None
-    return max(0.0, now_seconds - (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp())
 
 
 def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
-    """Return the catalog of a run; None if there is no run yet. One GET; where there is no catalog, also a LIST.
+    """Return the catalog of a run; None if there is no run yet.
 
-    A bucket that does not exist, and a run that has lost its catalog, are refused.
+    One GET; where there is no catalog, also a LIST, and perhaps a request more. A bucket that does not exist, and a run
+    that has lost its catalog, are refused.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)
@@ -201,10 +133,10 @@ def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS
 
 
 def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog:
-    """Read the catalog of a run, or say why there is none; one GET.
+    """Read the catalog of a run, or say why there is none.
 
-    Where there is none, also a HEAD and what `not_found` costs: a checkpoint by itself (`InvalidArgumentError`) and
-    what else lies there are named.
+    One GET; where there is no catalog, also a HEAD, two LISTs, and perhaps a request more. A checkpoint by itself
+    (`InvalidArgumentError`) and what else lies there are named.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)

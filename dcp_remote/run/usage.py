@@ -6,21 +6,21 @@ manifests and the catalog add little.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
 
-from dcp_remote.common.arrays import I64
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DcpRemoteError,
-    PermissionDeniedError,
     UnsupportedFormatError,
 )
 from dcp_remote.format.catalog import Catalog, Entry
@@ -34,46 +34,40 @@ from dcp_remote.run.retention import Decision
 from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.deletion_queue import Deleted
-from dcp_remote.storage.retrying import RetryingStore
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Shards that live checkpoints name. Shards are numbered; a set of shards is an array of their numbers.
+    """Shards that live checkpoints name, by their keys.
 
     Attributes:
-        index: Number of each shard by its key.
         sizes: Bytes of each shard.
         tops: Top-level key of the state dict to which each shard belongs; "" for values at the top itself.
-        named: Shards of each checkpoint, by its manifest's key.
-        thinned: Shards that a checkpoint would name without the keys that retention drops, by its manifest's key.
-        unreadable: Errors of manifests that cannot be read, by step.
+        named: Shards of each checkpoint whose manifest can be read.
+        thinned: Shards that a checkpoint would name without the keys that retention drops, if it has any of those.
+        unreadable: Errors of the other manifests.
     """
 
-    index: Mapping[str, int]
-    sizes: I64
-    tops: tuple[str, ...]
-    named: Mapping[str, I64]
-    thinned: Mapping[str, I64]
-    unreadable: Mapping[int, DcpRemoteError]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all shards, each counted once."""
-        return int(self.sizes.sum())
+    sizes: dict[str, int] = field(default_factory=dict)
+    tops: dict[str, str] = field(default_factory=dict)
+    named: dict[Entry, tuple[str, ...]] = field(default_factory=dict)
+    thinned: dict[Entry, tuple[str, ...]] = field(default_factory=dict)
+    unreadable: dict[Entry, DcpRemoteError] = field(default_factory=dict)
 
     @cached_property
-    def uses(self) -> I64:
+    def uses(self) -> Counter[str]:
         """Number of checkpoints that name each shard."""
-        uses = np.zeros(len(self.sizes), dtype=np.int64)
-        for shards in self.named.values():
-            uses[shards] += 1
-        return uses
+        return Counter(chain.from_iterable(self.named.values()))
+
+    def size_of(self, keys: Iterable[str]) -> int:
+        """Return the bytes of these objects; those that are no known shards count nothing."""
+        return sum(self.sizes.get(key, 0) for key in keys)
 
     def own_bytes(self, entry: Entry) -> int | None:
         """Return the bytes that only this checkpoint names; None if that is not known."""
-        shards = self.named.get(entry.manifest)
-        return None if shards is None or self.unreadable else int(self.sizes[shards][self.uses[shards] == 1].sum())
+        if self.unreadable or entry not in self.named:
+            return None
+        return self.size_of(key for key in self.named[entry] if self.uses[key] == 1)
 
     def sum_by_top(self) -> dict[str, tuple[int, int]]:
         """Return the bytes of the shards of each top-level key: of all, and of those that one checkpoint names.
@@ -81,29 +75,30 @@ class Usage:
         Only the manifests that can be read count.
         """
         totals: dict[str, tuple[int, int]] = {}
-        for top, size_bytes, uses in zip(self.tops, self.sizes.tolist(), self.uses.tolist(), strict=True):
-            stored, own = totals.get(top, (0, 0))
-            totals[top] = stored + size_bytes, own + size_bytes * (uses == 1)
+        for key, size_bytes in self.sizes.items():
+            stored, own = totals.get(self.tops[key], (0, 0))
+            totals[self.tops[key]] = stored + size_bytes, own + (size_bytes if self.uses[key] == 1 else 0)
         return totals
 
-    def freed_bytes(self, catalog: Catalog, decision: Decision) -> int:
+    def orphan_bytes(self, listed: Mapping[str, int]) -> int | None:
+        """Return the bytes of the listed manifests and shards that no checkpoint names; None if that is not known."""
+        live = self.sizes.keys() | {entry.manifest for entry in self.named}
+        orphans = [size for key, size in listed.items() if revision_of(key) is not None and key not in live]
+        return None if self.unreadable else sum(orphans)
+
+    def freed_bytes(self, decision: Decision) -> int:
         """Return the bytes that are freed when these checkpoints go, or are thinned.
 
         0 if the manifest of a checkpoint that stays cannot be read, since that one may name the same shards.
         """
-        if not set(self.unreadable).issubset(decision.retire):
-            return 0
-        stays = np.zeros(len(self.sizes), dtype=np.bool_)
         retiring, thinning = frozenset(decision.retire), frozenset(decision.thin)
-        for entry in catalog.entries:
-            if entry.step not in retiring and entry.manifest in self.named:
-                shards = self.thinned.get(entry.manifest) if entry.step in thinning else None
-                stays[self.named[entry.manifest] if shards is None else shards] = True
-        return int(self.sizes[~stays].sum())
-
-    def size_of(self, keys: Iterable[str]) -> int:
-        """Return the bytes of these objects; those that are no known shards count nothing."""
-        return sum(int(self.sizes[self.index[key]]) for key in keys if key in self.index)
+        if any(entry.step not in retiring for entry in self.unreadable):
+            return 0
+        stays: set[str] = set()
+        for entry, keys in self.named.items():
+            if entry.step not in retiring:
+                stays.update(self.thinned.get(entry, keys) if entry.step in thinning else keys)
+        return self.size_of(self.sizes.keys() - stays)
 
 
 def read_usage(
@@ -112,15 +107,9 @@ def read_usage(
     """Read which shards the checkpoints of a catalog name; one GET each, a few at a time.
 
     `dropped_keys` are the top-level keys that thinning would drop. Checkpoints that are retired or thinned meanwhile
-    are left out. Memory is about 200 bytes for each shard, and 8 for each shard of each checkpoint.
+    are left out. Memory is about 300 bytes for each shard, and 8 for each shard of each checkpoint.
     """
-    lock = threading.Lock()
-    index: dict[str, int] = {}
-    sizes: list[int] = []
-    tops: list[str] = []
-    named: dict[str, I64] = {}
-    thinned: dict[str, I64] = {}
-    unreadable: dict[int, DcpRemoteError] = {}
+    usage = Usage()
 
     def read(entry: Entry) -> None:
         try:
@@ -128,64 +117,43 @@ def read_usage(
         except CheckpointGoneError:
             return
         except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
-            with lock:
-                unreadable[entry.step] = error
+            usage.unreadable[entry] = error
             return
-        left = drop_keys(manifest, dropped_keys) if dropped_keys else manifest
-        rows = zip(manifest.shards.keys, manifest.shards.sizes.tolist(), _find_tops(manifest), strict=True)
-        with lock:
-            for key, size_bytes, top in rows:
-                if index.setdefault(key, len(sizes)) == len(sizes):
-                    sizes.append(size_bytes)
-                    tops.append(top)
-            named[entry.manifest] = np.array([index[key] for key in manifest.shards.keys], dtype=np.int64)
-            if left is not manifest:
-                thinned[entry.manifest] = np.array([index[key] for key in left.shards.keys], dtype=np.int64)
+        # Interned, since most checkpoints of a run name the same shards.
+        keys = tuple(map(sys.intern, manifest.shards.keys))
+        usage.sizes.update(zip(keys, manifest.shards.sizes.tolist(), strict=True))
+        usage.tops.update(zip(keys, _find_tops(manifest), strict=True))
+        usage.named[entry] = keys
+        left = drop_keys(manifest, dropped_keys)
+        if left is not manifest:
+            usage.thinned[entry] = tuple(map(sys.intern, left.shards.keys))
 
     in_parallel(read, catalog.entries)
-    return Usage(index, np.array(sizes, dtype=np.int64), tuple(tops), named, thinned, unreadable)
+    return usage
 
 
 def _find_tops(manifest: Manifest) -> list[str]:
-    """Return the top-level key of each shard; of a shard with several keys, one of them."""
+    """Return the top-level key of each shard; two such keys never share one."""
     tensors, paths = manifest.tensors, manifest.flatten or {}
-    numbers: dict[str, int] = {"": 0}
-    names = (*tensors.names, *(item.name for item in manifest.stored))
-    top_of_name = [numbers.setdefault(top_level_key(paths.get(name)), len(numbers)) for name in names]
-    pieces = [*np.diff(tensors.piece_first[tensors.chunk_first]).tolist(), *(item.pieces for item in manifest.stored)]
-    top_of_shard = np.zeros(len(manifest.shards.keys), dtype=np.int64)
-    top_of_shard[manifest.pieces.shard] = np.repeat(np.array(top_of_name, dtype=np.int64), pieces)
-    tops = list(numbers)
-    return [tops[number] for number in top_of_shard.tolist()]
-
-
-def list_sizes(store: ObjectStore, deadline: Deadline) -> dict[str, int] | None:
-    """Return the bytes of all objects of a run by key; None if the store refuses to list them.
-
-    Costs a LIST, of a request per thousand objects, and 200 bytes of memory for each object.
-    """
-    try:
-        return {info.key: info.size_bytes for info in RetryingStore(store, deadline).list()}
-    except PermissionDeniedError:
-        return None
-
-
-def sum_orphans(listed: Mapping[str, int], catalog: Catalog, usage: Usage) -> int | None:
-    """Return the bytes of the manifests and shards that no live checkpoint names; None if a manifest is unreadable."""
-    live = {entry.manifest for entry in catalog.entries}
-    orphans = (key for key in listed if revision_of(key) is not None and key not in usage.index and key not in live)
-    return None if usage.unreadable else sum(listed[key] for key in orphans)
+    counts = dict(zip(tensors.names, np.diff(tensors.piece_first[tensors.chunk_first]).tolist(), strict=True))
+    counts |= {item.name: item.pieces for item in manifest.stored}
+    shards = iter(manifest.pieces.shard.tolist())
+    tops = [""] * len(manifest.shards.keys)
+    for name, pieces in counts.items():
+        for shard in islice(shards, pieces):
+            tops[shard] = top_level_key(paths.get(name))
+    return tops
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
     """Result of deleting checkpoints and their objects."""
 
-    retired: tuple[int, ...]  # steps
-    thinned: tuple[int, ...]  # steps
-    deleted: Deleted  # objects
-    freed_bytes: int  # of the shards that were deleted
-    reason: str | None  # why not everything was done; None if it was
+    retired: Sequence[int] = ()  # steps
+    thinned: Sequence[int] = ()  # steps
+    deleted: Deleted = field(default_factory=Deleted)  # objects
+    freed_bytes: int = 0  # of the shards that were deleted
+    reason: str | None = None  # why not everything was done; None if it was
 
 
 def clear(
@@ -198,9 +166,8 @@ def clear(
     the deadline of both; another such time is for the objects.
     """
     deletions, deadline = Deletions(store), Deadline(timeout_seconds)
-    keys = list(usage.index)
-    for manifest, shards in usage.named.items():
-        deletions.remember(manifest, (keys[number] for number in shards.tolist()))
+    for entry, keys in usage.named.items():
+        deletions.remember(entry.manifest, keys)
     retired: list[int] = []
     thinned: list[int] = []
     while True:
@@ -211,5 +178,5 @@ def clear(
             break
     queued = deletions.queued
     deleted = deletions.delete(deadline=Deadline(timeout_seconds))
-    gone = queued - deletions.queued - set(deleted.failed) if deleted.removed else frozenset()
-    return Cleared(tuple(sorted(retired)), tuple(sorted(thinned)), deleted, usage.size_of(gone), applied.reason)
+    gone = queued - deletions.queued - deleted.failed.keys() if deleted.removed else frozenset()
+    return Cleared(sorted(retired), sorted(thinned), deleted, usage.size_of(gone), applied.reason)

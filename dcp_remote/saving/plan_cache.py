@@ -30,7 +30,7 @@ from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import TensorKind
-from dcp_remote.saving.dcp_metadata import flatten, get_flatten_mapping, to_kind
+from dcp_remote.saving.dcp_metadata import concat_integers, get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_table import (
@@ -316,10 +316,10 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
             dtype=np.uint8,
         ),
         kind=shrink_integers(np.array(kind, dtype=np.int64)),
-        dimensions=shrink_integers(flatten([len(chunk.size) if chunk is not None else 0] for chunk in data)),
-        shapes=shrink_integers(flatten(chunk.size for chunk in chunks)),
-        offsets=shrink_integers(flatten(chunk.chunk.offsets for chunk in chunks)),
-        sizes=shrink_integers(flatten(chunk.chunk.sizes for chunk in chunks)),
+        dimensions=shrink_integers(concat_integers([len(chunk.size) if chunk is not None else 0] for chunk in data)),
+        shapes=shrink_integers(concat_integers(chunk.size for chunk in chunks)),
+        offsets=shrink_integers(concat_integers(chunk.chunk.offsets for chunk in chunks)),
+        sizes=shrink_integers(concat_integers(chunk.chunk.sizes for chunk in chunks)),
         kinds=tuple(kinds),
         value_digests=np.zeros(0, dtype=np.uint32) if value_digests is None else value_digests,
     )

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from dcp_remote.storage import LocalStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.support.command_line import CommandLine, open_with
-from tests.support.faults import denied, verb_is
+from dcp_remote.testing import RecordingStore
+from tests.support.command_line import CommandLine
 from tests.support.runs import begin, save
 from tests.support.schemas import require_schema
 
@@ -25,10 +24,10 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_prints_what_a_run_stores(cli: CommandLine, run: Path) -> None:
-    """Read the tables: steps, keys, the total, what a retention would free, and the cost."""
-    lines = cli.run("du", run, "--keep-last", "1", "--price", "1e6").lines
+    """Read the tables: steps, keys, the total, and the cost."""
+    lines = cli.run("du", run, "--price", "1e6").lines
     stored = sum(path.stat().st_size for path in run.rglob("*") if path.is_file() and ".dcp" not in str(path))
-    assert lines[0] == f"file://{run}: 3 checkpoints, 1.4 KiB of shards, each counted once"
+    assert lines[0] == f"file://{run}: 3 checkpoints"
     assert [line.split() for line in lines[2:6]] == [
         ["step", "size", "used", "by", "no", "other"],
         ["1", "682", "B", "401", "B"],
@@ -38,23 +37,20 @@ def test_prints_what_a_run_stores(cli: CommandLine, run: Path) -> None:
     assert [line.split()[0] for line in lines[7:10]] == ["key", "model", "optim"]
     assert lines[11].startswith("stored in total: ")
     assert lines[11].endswith(" in 15 objects")
-    assert lines[13] == "this retention would delete 2 checkpoints, which frees 802 B"
-    assert lines[14] == f"cost: {1e6 * stored / 2**30:.2f} dollars a month"
+    assert lines[13] == f"cost: {1e6 * stored / 2**30:.2f} dollars a month"
 
 
 def test_json_agrees_with_the_files(cli: CommandLine, run: Path) -> None:
-    """Compare the document with the sizes of the files, and with what `prune` then frees."""
-    document = cli.run("du", run, "--keep-last", "2", "--json").document
+    """Compare the document with the sizes of the files."""
+    document = cli.run("du", run, "--json").document
     require_schema("du", document)
     sizes = {path: path.stat().st_size for path in run.rglob("*") if path.suffix in (".json", ".safetensors")}
     orphans = [path for path in sizes if "step-000000000004-" in path.name]
     assert (document["stored_bytes"], document["stored_objects"]) == (sum(sizes.values()), len(sizes))
     assert document["orphan_bytes"] == sum(sizes[path] for path in orphans)
     shards = sum(size for path, size in sizes.items() if path.suffix == ".safetensors" and path not in orphans)
-    assert document["bytes"] == sum(row["bytes"] for row in document["keys"]) == shards
-    assert (document["retire"], document["dollars_per_month"]) == ([1], None)
-    assert cli.run("prune", run, "--keep-last", "2", "--yes", "--json").document["freed_bytes"] == 401
-    assert document["would_free_bytes"] == 401
+    assert sum(row["bytes"] for row in document["keys"]) == shards
+    assert document["dollars_per_month"] is None
 
 
 def test_costs_a_get_of_each_manifest(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,25 +61,14 @@ def test_costs_a_get_of_each_manifest(cli: CommandLine, run: Path, monkeypatch: 
     assert (recording.count("get"), recording.count("list"), recording.count()) == (2 + 3, 1, 6)
 
 
-def test_a_store_that_refuses_to_list(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse LIST: the manifests tell all but the total and the orphans."""
-    refused = [matching(verb_is("list"), "request", persistent=True, error=denied)]
-    monkeypatch.setattr("dcp_remote.cli.du.open_store", open_with(lambda store: FaultyStore(store, refused)))
-    assert "not known, since the store refuses to list" in cli.run("du", run).out
-    document = cli.run("du", run, "--json").document
-    require_schema("du", document)
-    assert (document["stored_bytes"], document["orphan_bytes"]) == (None, None)
-    assert document["bytes"] > 0
-
-
 def test_a_damaged_manifest(cli: CommandLine, run: Path) -> None:
     """Damage a manifest: exit code 1, and what it makes uncertain is not told as known."""
     for path in run.glob("manifests/step-000000000002-*"):
         path.write_bytes(b"{}")
-    document = cli.run("du", run, "--keep-last", "1", "--json", code=1).document
+    document = cli.run("du", run, "--json", code=1).document
     require_schema("du", document)
-    assert document["unreadable"] == [2]
-    assert (document["orphan_bytes"], document["would_free_bytes"]) == (None, 401)
+    assert (document["unreadable"], document["orphan_bytes"]) == ([2], None)
+    assert {row["own_bytes"] for row in document["steps"]} == {None}
     assert "the manifest of step 2 cannot be read" in cli.run("du", run, code=1).out
 
 

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from dcp_remote import RemoteWriter
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
+from dcp_remote.common.text import escape_unprintable
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry, take_fence
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog, swap
@@ -25,7 +24,6 @@ from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine
 from tests.support.runs import fence, save, thin
 from tests.support.schemas import require_schema
-from tests.support.simulated_ranks import save_as_ranks
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
 
@@ -59,6 +57,18 @@ def test_lists_the_checkpoints(cli: CommandLine, run: Path) -> None:
         " 250  2026-01-02T03:04:05+00:00  682 B",
         " 300  2026-01-02T03:04:05+00:00  682 B  abandoned",
     ]
+
+
+def test_names_the_job_that_writes(cli: CommandLine, tmp_path: Path) -> None:
+    """A line below the title, escaped; null in JSON where an older release wrote the catalog."""
+    store = LocalStore(tmp_path)
+    save(store, 1)
+    assert "written by" not in cli.run("ls", tmp_path).out
+    assert cli.run("ls", tmp_path, "--json").document["holder"] is None
+    swap(store, lambda now: take_fence(now, f"gpu-07, pid 4711, {HOSTILE}"), deadline=Deadline(30))
+    _, line, *_ = cli.run("ls", tmp_path).lines
+    assert line == f"written by gpu-07, pid 4711, {escape_unprintable(HOSTILE)}"
+    assert cli.run("ls", tmp_path, "--json").document["holder"] == f"gpu-07, pid 4711, {HOSTILE}"
 
 
 def test_json_is_a_document(cli: CommandLine, run: Path) -> None:
@@ -97,13 +107,13 @@ def test_abandoned_checkpoints_alone(cli: CommandLine, run: Path) -> None:
 
 @pytest.fixture
 def bucket(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lay beside the run: a checkpoint by itself, a lost run, an empty one, one with a hostile name, and one deeper."""
+    """Lay beside the run: a lost one, a new one with a holder, one with a hostile name, a deeper one, and a file."""
     monkeypatch.setattr("dcp_remote.cli.ls.time.time", lambda: CREATED_SECONDS + 3 * 86_400)
-    save_as_ranks([{"w": torch.ones(3)}], lambda: RemoteWriter(tmp_path / "alone"))
     for name in ("lost", "team/deep", "a\x1b[2Jb"):
         save(LocalStore(tmp_path / name), 7)
     (tmp_path / "lost" / CATALOG_KEY).unlink()
     fence(LocalStore(tmp_path / "new"))
+    swap(LocalStore(tmp_path / "new"), lambda now: take_fence(now, "gpu-07, pid 4711"), deadline=Deadline(30))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x").touch()
     return tmp_path
@@ -111,57 +121,41 @@ def bucket(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_lists_the_runs_of_a_bucket(cli: CommandLine, bucket: Path) -> None:
     """List a folder of runs: a line for each, and exit code 1 because one has lost its catalog."""
-    title, header, *lines = cli.run("ls", bucket, code=1).lines
-    assert title == f"file://{bucket}: 4 runs, 1 checkpoint outside of runs"
-    assert header.split() == ["run", "newest", "age", "checkpoints", "newest's", "size", "notes"]
-    alone = lines.pop(1)
-    assert alone.startswith("alone ")
-    assert alone.endswith(" B  checkpoint outside of a run")
-    assert [" ".join(line.split()) for line in lines] == [
-        r"a\x1b[2Jb no URL can have this name",
-        "lost catalog.json is lost: `dcp-remote recover` rebuilds it",
-        "new 0",
-        "run 250 3 d 4 682 B",
-    ]
-    lines = cli.run("ls", "-r", bucket, code=1).lines
-    assert [line.split()[0] for line in lines[2:]] == [r"a\x1b[2Jb", "alone", "lost", "new", "run", "team/deep"]
+    title, header, *lines = cli.run("ls", "-r", bucket, code=1).lines
+    assert title == f"file://{bucket}: 5 runs"
+    assert header.split() == ["run", "newest", "age", "newest's", "size", "written", "by"]
+    hostile, lost, *others = [" ".join(line.split()) for line in lines]
+    assert hostile.startswith(r"a\x1b[2Jb ")
+    assert lost.startswith("lost There is no run here: it has no catalog.json. If it was lost, `dcp-remote recover`")
+    assert others == ["new gpu-07, pid 4711", "run 250 3 d 682 B", "team/deep 7 3 d 682 B"]
 
 
 def test_json_of_a_bucket(cli: CommandLine, bucket: Path) -> None:
     """List a folder of runs as JSON: what is not known is null."""
-    document = cli.run("ls", bucket, "--recursive", "--json", code=1).document
+    (bucket / "run" / CATALOG_KEY).write_bytes(b"{}")
+    document = cli.run("ls", bucket, "-r", "--json", code=1).document
     require_schema("ls", document)
     runs = {row["path"]: row for row in document["runs"]}
-    assert runs["team/deep"] == {
-        "path": "team/deep",
-        "url": f"file://{bucket}/team/deep",
-        "kind": "run",
-        "step": 7,
-        "created": "2026-01-02T03:04:05+00:00",
-        "checkpoints": 1,
-        "bytes": 682,
-        "problem": None,
-    }
-    assert {path: row["kind"] for path, row in runs.items() if row["kind"] != "run"} == {
-        "alone": "checkpoint",
-        "lost": "lost_run",
-    }
-    (bucket / "run" / CATALOG_KEY).write_bytes(b"{}")
-    rows = cli.run("ls", bucket, "--json", code=1).document["runs"]
-    assert "cannot be read" in next(row["problem"] for row in rows if row["path"] == "run")
+    assert (runs["team/deep"]["newest"]["step"], runs["team/deep"]["problem"]) == (7, None)
+    assert (runs["new"]["newest"], runs["new"]["holder"]) == (None, "gpu-07, pid 4711")
+    assert "cannot be read" in runs["run"]["problem"]
 
 
 def test_runs_of_a_bucket_of_s3(cli: CommandLine, s3_server: S3Server) -> None:
-    """List the bucket, a mistyped run, and a prefix below which nothing lies."""
+    """List the bucket, a mistyped run, and a prefix without a run."""
     s3_server.create_bucket("list-runs")
     options = [f"--option={name}={value}" for name, value in s3_server.storage_options.items() if name[:3] == "aws"]
     options += ["--endpoint-url", s3_server.endpoint_url, "--region", "us-east-1"]
     for name in ("runs/llama-7b", "runs/llama-13b", "other/x"):
         save(open_store(f"s3://list-runs/{name}", s3_server.storage_options), 3)
-    lines = cli.run("ls", "s3://list-runs/runs", *options).lines
-    assert [line.split()[:2] for line in lines[2:]] == [["llama-13b", "3"], ["llama-7b", "3"]]
-    cli.fail("ls", "s3://list-runs", *options, says="`dcp-remote ls -r` looks deeper")
-    assert len(cli.run("ls", "-r", "s3://list-runs", *options).lines) == 2 + 3
+    lines = cli.run("ls", "-r", "s3://list-runs", *options).lines
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["other/x", "3"],
+        ["runs/llama-13b", "3"],
+        ["runs/llama-7b", "3"],
+    ]
+    cli.fail("ls", "s3://list-runs", *options, says="`dcp-remote ls -r` lists those below")
+    cli.fail("ls", "-r", "s3://list-runs/x", *options, says="and none below")
     cli.fail("ls", "s3://list-runs/runs/lama-7b", *options, says="near='llama-7b, llama-13b'")
 
 
@@ -171,8 +165,7 @@ def test_wrong_urls_are_explained(cli: CommandLine, command: list[str], run: Pat
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / MANIFEST_KEY).write_bytes(b"{}")
     name, *more = command
-    if name != "ls":
-        cli.fail(name, tmp_path, *more, says="no run (no catalog.json)")
+    cli.fail(name, tmp_path, *more, says="no run (no catalog.json)")
     cli.fail(name, tmp_path / "alone", *more, code=2, says="dcp-remote show")
     for prepare in (lambda: (run / CATALOG_KEY).write_bytes(b"{}"), (run / CATALOG_KEY).unlink):
         prepare()

@@ -72,7 +72,7 @@ def test_deletes_what_the_retention_does_not_keep(
     assert live(run) == [step for step in ALL if step not in deleted]
     assert document["freed_bytes"] == foretold["would_free_bytes"] == before - shard_bytes(run)
     again = cli.run("prune", run, *arguments, "--yes", "--json").document
-    assert (again["deleted"], again["thinned"], again["freed_bytes"]) == ([], [], 0)
+    assert (again["retire"], again["thin"], again["deleted"], again["freed_bytes"]) == ([], [], [], 0)
 
 
 def test_text(cli: CommandLine, run: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_damaged_manifest_keeps_everything(cli: CommandLine, run: Path) -> Non
     ("arguments", "says"),
     [
         ([], "Say what to keep"),
-        (["--keep-every", "5"], "no effect without --keep-last"),
+        (["--keep-optimizer-last", "1", "--keep-every", "5"], "no effect without keep_last"),
         (["--keep-last", "0"], "--keep-last must be an integer above zero"),
         (["--keep-last", "1", "--keep-best", "loss="], "METRIC=N"),
         (["--keep-last", "1", "--keep-best", ""], "--keep-best needs the name of a metric"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ def test_shows_facts_and_top_level_keys(cli: CommandLine, checkpoint: str) -> No
     assert shown <= set(cli.run("show", checkpoint).lines)
     document = cli.run("show", checkpoint, "--json").document
     assert document["world_size"] == 2
+    assert f"writer      {document['writer']}" in cli.run("show", checkpoint).lines
+    assert f", python {platform.python_version()}" in document["writer"]
     assert document["entries"]["model.w"] == {"dtype": "float32", "shape": [3, 4], "chunks": 1, "bytes": 48}
     assert document["entries"]["optim.lr"] == {"value": 0.5}
 

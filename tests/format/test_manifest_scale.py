@@ -44,12 +44,12 @@ def work(call: Callable[[], _Answer]) -> tuple[_Answer, int, int]:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    blocks = sys.getallocatedblocks()
+    blocks, profile = sys.getallocatedblocks(), sys.getprofile()
     sys.setprofile(count)
     try:
         answer = call()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(profile)
     return answer, calls, sys.getallocatedblocks() - blocks
 
 

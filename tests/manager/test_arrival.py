@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from dcp_remote import CheckpointManager
+from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
@@ -142,10 +144,10 @@ def test_how_long_ranks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
     prepare = RankGroup.prepare
 
-    def record(group: RankGroup, what: str, *, arrival_seconds: float, **terms: Any) -> Any:
+    def record(group: RankGroup, what: str, terms: Terms) -> Collective:
         if group.rank == 0:
-            asked.append(arrival_seconds)
-        return prepare(group, what, arrival_seconds=arrival_seconds, **terms)
+            asked.append(terms.arrival_seconds)
+        return prepare(group, what, terms)
 
     monkeypatch.setattr(RankGroup, "prepare", record)
     with manager_threads(2, MemoryStore()) as ranks:

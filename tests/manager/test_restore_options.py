@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from dcp_remote import CheckpointManager, Opaque, PerRank, Retention, load, training_state
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.loading.optimizer_differences import place_of
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import manager_threads, plain
@@ -209,6 +210,125 @@ def test_a_key_that_has_another_name(store: RecordingStore) -> None:
     del state["average"]
     restore(store, state, rename=rename | {"average": None})
     assert optimizer.state[new.body.weight]["step"] == 1
+
+
+class Wrapped(nn.Module):
+    """Layers of a `Net` under other names, which may have several parts, as below torch's wrappers."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        net = Net(classes=2)
+        for name, layer in zip(names, (net.body, net.head), strict=True):
+            *above, last = name.split(".")
+            parent: nn.Module = self
+            for part in above:
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(last, layer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "rename"),
+    [
+        (("module.body", "module.head"), ("body", "head"), {"model.module": "model"}),
+        (
+            ("body", "head"),
+            ("module.body", "module.head"),
+            {"model.body": "model.module.body", "model.head": "model.module.head"},
+        ),
+        (("body", "head"), ("body", "classifier"), {"model.head": "model.classifier"}),
+    ],
+)
+def test_the_ready_rename_where_first_parts_differ(
+    store: RecordingStore, saved: tuple[str, ...], now: tuple[str, ...], rename: dict[str, str]
+) -> None:
+    """The error prints the argument, with which the optimizer is loaded, too."""
+    old, new = Wrapped(*saved), Wrapped(*now)
+    optimizer = torch.optim.AdamW(old.parameters())
+    torch.stack([parameter.sum() for parameter in old.parameters()]).sum().backward()
+    optimizer.step()
+    save(store, {"model": old, "optim": optimizer})
+    state: State = {"model": new, "optim": torch.optim.AdamW(new.parameters())}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    shown = ", ".join(f'"{name}": "{other}"' for name, other in rename.items())
+    assert f"rename={{{shown}}} gives the names" in caught.value.message
+    assert "near:" not in caught.value.message
+    restore(store, state, rename=rename)
+    assert all(torch.equal(*pair) for pair in zip(new.parameters(), old.parameters(), strict=True))
+    assert len(state["optim"].state) == 4
+
+
+def test_the_ready_rename_of_a_large_model(store: RecordingStore) -> None:
+    """More names than a rank lists."""
+    save(store, {"model": {"module": {f"layer{number}": number for number in range(1_500)}}})
+    with pytest.raises(StateMismatchError, match=r'rename=\{"model.module": "model"\} gives'):
+        restore(store, {"model": {f"layer{number}": 0 for number in range(1_500)}})
+
+
+def test_no_ready_rename_where_it_is_not_certain(store: RecordingStore) -> None:
+    """Two saved layers for one of the state: names that are near are listed."""
+    save(store, {"model": {"first": {"w": torch.ones(2)}, "second": {"w": torch.ones(2)}}, "n": 1})
+    with pytest.raises(StateMismatchError, match=r'rename=\{"name in the checkpoint"') as caught:
+        restore(store, {"model": {"third": {"w": torch.zeros(2)}}, "n": 0})
+    assert "model.third.w (near: " in caught.value.message
+
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "expected"),
+    [
+        (
+            (ADAMW, {}),
+            (SGD, {"momentum": 0.9}),
+            "only the checkpoint has exp_avg, exp_avg_sq, step for a parameter; only the state has momentum_buffer for",
+        ),
+        (
+            (ADAMW, {}),
+            (SGD, {}),
+            "only the checkpoint has exp_avg, exp_avg_sq, step for a parameter; only the state has dampening, momentum",
+        ),
+        ((SGD, {}), (ADAMW, {}), "only the state has amsgrad, betas, capturable"),
+        ((ADAMW, {}), (ADAMW, {"amsgrad": True}), "only the state has max_exp_avg_sq for a parameter."),
+        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), "only the checkpoint has max_exp_avg_sq for a parameter."),
+    ],
+)
+def test_another_optimizer(store: RecordingStore, saved: Any, now: Any, expected: str) -> None:
+    """The message has the keys that differ, not the advice to put the optimizer into the state; `exclude` helps."""
+    old, new = Net(classes=2), Net(classes=2)
+    (old_class, old_options), (new_class, new_options) = saved, now
+    optimizer = old_class(old.parameters(), lr=0.01, **old_options)
+    train(old, optimizer, 1)
+    save(store, {"model": old, "optim": optimizer})
+    state: State = {"model": new, "optim": new_class(new.parameters(), lr=0.01, **new_options)}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    message = caught.value.message
+    begin = "\noptim is not the optimizer that was saved, but of another class or with other options: "
+    assert f"{begin}{expected}" in message
+    assert 'exclude=["optim.*"] begins the optimizer anew' in message
+    assert not any(text in message for text in ("put the optimizer itself", "near:", "rename="))
+    restore(store, state, exclude=["optim.*"])
+    assert equal(new.state_dict(), old.state_dict())
+    train(new, state["optim"], 1)
+
+
+def test_a_hostile_name_takes_no_time() -> None:
+    """Without a limit, the expression would try every part of the name as the place of an optimizer."""
+    assert place_of("optim.state.w.step") == "optim"
+    assert place_of("a" + ".state" * 150_000 + ".") is None
+
+
+def test_a_layer_that_the_checkpoint_lacks_is_no_other_optimizer(store: RecordingStore) -> None:
+    """All keys of the optimizer were saved, of other parameters."""
+    save(store, bare(Net(classes=2), steps=1))
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, bare(Net(classes=2, adapter=2)))
+    assert "model.adapter.0.weight" in caught.value.message
+    assert "is not the optimizer" not in caught.value.message
 
 
 @pytest.mark.parametrize(

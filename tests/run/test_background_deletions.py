@@ -501,3 +501,18 @@ def test_requests_of_an_overwrite() -> None:
         ("delete", recording.calls[-1][1]),
     ]
     assert keys(store) == named(store)
+
+
+def test_what_is_given_up_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete while the store fails for now, then while it denies: what is to be tried again is pending, not left."""
+    monkeypatch.setattr(retrying, "RetryPolicy", partial(RetryPolicy, first_delay_seconds=1e6, delay_seconds_max=1e6))
+    failing = BackgroundDeletions(FaultyStore(MemoryStore(), [nth(1, "request")]))
+    failing.delete(["a", "b"])
+    assert failing.wait(PATIENCE_SECONDS)
+    assert (failing.pending, failing.orphans_left) == (2, 0)
+    deny = matching(lambda verb, _key, _now: verb == "delete", "request", error=denied, persistent=True)
+    denied_here = BackgroundDeletions(FaultyStore(MemoryStore(), [deny]))
+    for keys_of_a_save in (["a", "b"], ["c"]):
+        denied_here.delete(keys_of_a_save)
+        assert denied_here.wait(PATIENCE_SECONDS)
+    assert (denied_here.pending, denied_here.orphans_left) == (0, 3)

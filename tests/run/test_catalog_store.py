@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
@@ -43,7 +43,8 @@ from dcp_remote.storage.base import Capabilities
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from dcp_remote.testing.wrappers import Lost
-from tests.support.catalogs import NONCE, ONE, SECONDS, Clock, attempt, commit, identity, store_of, stored, swapped
+from tests.support.catalogs import NONCE, ONE, SECONDS, attempt, commit, identity, store_of, stored, swapped
+from tests.support.clocks import SleepClock
 from tests.support.faults import denied, verb_is
 
 # ---- nothing goes wrong
@@ -211,7 +212,7 @@ def test_many_at_once_lose_nothing() -> None:
 
     def work(number: int) -> None:
         for step in range(number, 96, 8):
-            swap(store, commit(10 + step), deadline=Deadline(SECONDS), sleep=lambda _seconds: None)
+            swap(store, commit(10 + step), deadline=Deadline(SECONDS, Clock(sleep=lambda _: None)))
 
     by_threads(work)
     now = stored(store)
@@ -225,7 +226,7 @@ def test_a_run_begins_once() -> None:
     store, runs = MemoryStore(), list[Catalog]()
 
     def work(_number: int) -> None:
-        runs.append(swap(store, take_fence, create=True, deadline=Deadline(SECONDS), sleep=lambda _seconds: None))
+        runs.append(swap(store, take_fence, create=True, deadline=Deadline(SECONDS, Clock(sleep=lambda _: None))))
 
     by_threads(work)
     now = stored(store)
@@ -340,11 +341,11 @@ def test_what_was_committed_and_retired_is_not_committed_again() -> None:
 
 def test_pauses_double_and_end_at_the_deadline() -> None:
     """Fail all: pauses double up to five seconds, then one more read, since the last PUT may have succeeded."""
-    clock = Clock()
+    clock = SleepClock()
     recording = RecordingStore(FaultyStore(store_of(), [matching(is_put, "request", persistent=True)]))
     with pytest.raises(CommitUnknownError) as caught:
         swapped(recording, commit(2), seconds=20, clock=clock)
-    assert clock.pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert clock.sleeps == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert [verb for verb, _ in recording.calls] == ["get", "put"] * 10 + ["get"]
     assert "TransientStorageError" in str(caught.value.details["cause"])
 
@@ -361,9 +362,9 @@ def test_the_deadline_has_passed() -> None:
 
 def test_reads_are_retried() -> None:
     """Fail reads: retried under the same deadline, by the same clock."""
-    clock = Clock()
+    clock = SleepClock()
     faulty = FaultyStore(store_of(), [matching(verb_is("get"), "request", persistent=True)])
     with pytest.raises(TransientStorageError):
         swapped(faulty, commit(2), clock=clock)
-    assert len(clock.pauses) > 3
-    assert clock.now_seconds <= SECONDS
+    assert len(clock.sleeps) > 3
+    assert clock.now <= SECONDS

@@ -31,7 +31,8 @@ from dcp_remote.storage.base import Condition, Content, Version
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from dcp_remote.testing.wrappers import Fault
-from tests.support.catalogs import Clock, full_pauses
+from tests.support.catalogs import full_pauses
+from tests.support.clocks import SleepClock
 from tests.support.faults import verb_is
 
 OURS, THEIRS, OLD = "a" * 32, "b" * 32, "0" * 32
@@ -45,9 +46,9 @@ def body(save_id: str, slot: Slot | None = None) -> bytes:
 
 
 def run(
-    store: ObjectStore, slot: Slot, *, save_id: str = OURS, clock: Clock | None = None, seconds: float = 60
+    store: ObjectStore, slot: Slot, *, save_id: str = OURS, clock: SleepClock | None = None, seconds: float = 60
 ) -> None:
-    clock = clock or Clock()
+    clock = clock or SleepClock()
     with full_pauses(clock.sleep):
         commit(store, slot, body(save_id, slot), save_id=save_id, deadline=Deadline(seconds, clock))
 
@@ -100,13 +101,13 @@ def test_response_lost(replacing: bool, error: type[DcpRemoteError]) -> None:
 @pytest.mark.parametrize("error", [TransientStorageError, ConditionFailedError])
 def test_request_lost(error: type[DcpRemoteError]) -> None:
     """Lose the PUT, or refuse it while another is under way: the same PUT is sent again, after a pause."""
-    memory, clock = MemoryStore(), Clock()
+    memory, clock = MemoryStore(), SleepClock()
     faults = [matching(is_put, "request", error=lambda: error("An injected answer."))] * 3
     recording = RecordingStore(FaultyStore(memory, faults))
     run(recording, read_slot(memory), clock=clock)
     assert committed_in(memory) == OURS
     assert [verb for verb, _ in recording.calls] == ["put", "get"] * 3 + ["put"]
-    assert clock.pauses == [0.1, 0.2, 0.4]
+    assert clock.sleeps == [0.1, 0.2, 0.4]
 
 
 @BOTH
@@ -236,7 +237,7 @@ def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
     """Fail every PUT, and with `blind` every read: unknown by the deadline, unless a read tells."""
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
-    clock = Clock()
+    clock = SleepClock()
     direction = matching(is_put, "request" if lost == "request" else "response", persistent=True)
     faulty = FaultyStore(memory, [direction, *([matching(is_get, "request", persistent=True)] * blind)])
     if lost == "response" and not blind:
@@ -245,8 +246,8 @@ def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
         with pytest.raises(CommitUnknownError) as caught:
             run(faulty, slot, clock=clock)
         assert caught.value.details["save_id"] == OURS
-    assert clock.now_seconds < 60
-    assert max(clock.pauses, default=0) <= 10
+    assert clock.now < 60
+    assert max(clock.sleeps, default=0) <= 10
     assert committed_in(memory) == (OURS if lost == "response" else OLD if replacing else None)
 
 
@@ -254,11 +255,11 @@ def test_a_store_that_does_not_do_conditional_writes() -> None:
     """Refuse every PUT although nothing changed: an error about conditional writes, long before the deadline."""
     memory = MemoryStore()
     refuse = matching(is_put, "request", persistent=True, error=lambda: ConditionFailedError("412."))
-    clock = Clock()
+    clock = SleepClock()
     with pytest.raises(StorageError, match="may not support such writes") as caught:
         run(FaultyStore(memory, [refuse]), read_slot(memory), clock=clock, seconds=1800)
     assert not isinstance(caught.value, ConditionFailedError)
-    assert clock.now_seconds < 120
+    assert clock.now < 120
     assert committed_in(memory) is None
 
 

@@ -31,7 +31,8 @@ from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.deletion_queue import Deleted
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.support.catalogs import Clock, stored
+from tests.support.catalogs import stored
+from tests.support.clocks import SleepClock
 from tests.support.faults import denied, verb_is
 from tests.support.runs import (
     FROZEN,
@@ -329,31 +330,31 @@ def test_meant_is_what_was_seen() -> None:
 # ---- deleting
 
 
-def ready_to_delete(store: ObjectStore, clock: Clock) -> Deletions:
-    maintenance = Deletions(store, sleep=clock.sleep)
+def ready_to_delete(store: ObjectStore) -> Deletions:
+    maintenance = Deletions(store)
     applied_by(maintenance, keep_last=1)
     return maintenance
 
 
 def test_deleted_in_batches_with_pauses() -> None:
     """Delete nine objects, four per request."""
-    store, clock = a_run(1, 2, 3, 4), Clock()
+    store, clock = a_run(1, 2, 3, 4), SleepClock()
     recording = RecordingStore(store)
-    maintenance = ready_to_delete(recording, clock)
+    maintenance = ready_to_delete(recording)
     assert maintenance.pending == 9
     recording.clear()
-    deleted = delete(maintenance, batch=4, pause_seconds=0.25)
+    deleted = delete(maintenance, deadline=clock.deadline(PATIENCE_SECONDS), batch=4, pause_seconds=0.25)
     assert (deleted.removed, deleted.failed, deleted.left) == (9, {}, 0)
     assert [len(request.keys) for request in recording.requests] == [4, 4, 1]
     assert [request.keys[0].partition("/")[0] for request in recording.requests] == ["manifests", "shards", "shards"]
-    assert clock.pauses == [0.25, 0.25]
+    assert clock.sleeps == [0.25, 0.25]
     assert keys(store) == named(store)
 
 
 def test_deleting_stops_when_told() -> None:
     """Stop before a request: the next call deletes the rest."""
-    store, clock = a_run(1, 2, 3, 4), Clock()
-    maintenance = ready_to_delete(store, clock)
+    store = a_run(1, 2, 3, 4)
+    maintenance = ready_to_delete(store)
     told = iter([False, True])
     assert delete(maintenance, stop=lambda: next(told), batch=4).left == 5
     assert delete(maintenance, stop=lambda: True).left == 5
@@ -367,14 +368,14 @@ is_delete = verb_is("delete")
 
 def test_what_fails_for_now_is_tried_again() -> None:
     """Fail deletions for a while: retried within the deadline, and by the next call."""
-    store, clock = a_run(1, 2, 3), Clock()
+    store, clock = a_run(1, 2, 3), SleepClock()
     faulty = FaultyStore(store, [matching(is_delete, "response"), *[matching(is_delete, "request")] * 3])
-    maintenance = ready_to_delete(faulty, clock)
-    deleted = maintenance.delete(deadline=Deadline(0.3, clock))
+    maintenance = ready_to_delete(faulty)
+    deleted = delete(maintenance, deadline=clock.deadline(0.3))
     assert deleted.removed == 0
     assert len(deleted.failed) == deleted.left == maintenance.pending == 6
     assert all(isinstance(error, TransientStorageError) for error in deleted.failed.values())
-    assert maintenance.delete(deadline=Deadline(PATIENCE_SECONDS, clock)).left == 0
+    assert delete(maintenance, deadline=clock.deadline(PATIENCE_SECONDS)).left == 0
     assert keys(store) == named(store)
 
 
@@ -392,9 +393,9 @@ class KeepingStore(WrappedStore):
 
 def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
     """Lock one object: the others go, and that one is reported and not tried again."""
-    store, clock = a_run(1, 2, 3), Clock()
+    store = a_run(1, 2, 3)
     kept = shard_at(store, 1, TRAINED)
-    maintenance = ready_to_delete(KeepingStore(store, {kept}), clock)
+    maintenance = ready_to_delete(KeepingStore(store, {kept}))
     deleted = delete(maintenance)
     assert set(deleted.failed) == {kept}
     assert (deleted.removed, deleted.left) == (5, 0)
@@ -407,11 +408,11 @@ def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: bool) -> None:
     """Deny deletion, of the request or of each key: logged once, and all objects are left to gc and counted."""
-    store, clock = a_run(1, 2, 3), Clock()
+    store = a_run(1, 2, 3)
     refused = matching(is_delete, "request", persistent=True, error=denied)
     denying: ObjectStore = FaultyStore(store, [refused]) if whole else KeepingStore(store, keys(store))
     recording = RecordingStore(denying)
-    maintenance = ready_to_delete(recording, clock)
+    maintenance = ready_to_delete(recording)
     deleted = delete(maintenance, batch=4)
     assert (len(deleted.failed), deleted.given_up, deleted.removed, deleted.left) == (4, 2, 0, 0)
     save(store, 4)

@@ -21,9 +21,12 @@ from dcp_remote.errors import (
     SaveTimeoutError,
 )
 from dcp_remote.format.catalog import CATALOG_KEY, Entry, pin_entry, retire_entries
+from dcp_remote.format.keys import MANIFESTS_PREFIX
+from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Condition, Version
+from dcp_remote.testing import RecordingStore
 from tests.support.catalogs import stored, swapped
 
 
@@ -163,7 +166,7 @@ def test_an_old_fence_that_is_answered_late_leaves_the_job_its_newer_one() -> No
 
 
 def test_a_fenced_job_is_told_who_took_the_fence() -> None:
-    """Host and process of the newer job, in each error; nothing where other software wrote the catalog."""
+    """Host, process and user of the newer job, in each error; nothing where other software wrote the catalog."""
     store = MemoryStore()
     job = JobSession(store)
     save(job, 1)
@@ -171,7 +174,7 @@ def test_a_fenced_job_is_told_who_took_the_fence() -> None:
     newer = JobSession(store)
     newer.resume_from(1)
     begin(newer, 3)
-    holder = f"{socket.gethostname()}, pid {os.getpid()}, since 20"
+    holder = f"{socket.gethostname()}, pid {os.getpid()}, user "
     for call in (lambda: commit(job, begun), lambda: begin(job, 4)):
         with pytest.raises(FencedError, match="A newer job owns this run") as caught:
             call()
@@ -180,3 +183,27 @@ def test_a_fenced_job_is_told_who_took_the_fence() -> None:
     with pytest.raises(FencedError) as caught:
         begin(newer, 5)
     assert "holder" not in str(caught.value)
+
+
+def test_the_description_of_the_job_costs_no_request() -> None:
+    """A first save, a swap of another kind and a later save: the swap that takes the fence writes the description."""
+    store = MemoryStore()
+    recording = RecordingStore(store)
+    job = JobSession(recording)
+    begin(job, 1)
+    catalog = ("get", CATALOG_KEY)
+    assert recording.calls == [("head", MANIFEST_KEY), catalog, ("list", MANIFESTS_PREFIX), ("put", CATALOG_KEY)]
+    written = stored(store)
+    assert written is not None
+    save(job, 2)
+    pin(store, 2)
+    kept = stored(store)
+    assert kept is not None
+    assert kept.holder == written.holder != ""
+
+
+def test_a_job_that_restored_nothing_is_told_whose_run_it_is() -> None:
+    """The error that refuses its first save names the job that wrote last."""
+    with pytest.raises(CheckpointExistsError, match="restored from none") as caught:
+        begin(JobSession(a_run()), 300)
+    assert f"pid {os.getpid()}" in str(caught.value.details["holder"])

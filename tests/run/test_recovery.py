@@ -116,7 +116,7 @@ def test_nobody_goes_on_below_it() -> None:
     store = a_run(1)
     token = fence(store).token
     busy = MeanwhileStore(store, 4, lambda: recover(lost(store)))
-    with pytest.raises(FencedError):
+    with pytest.raises(FencedError, match="holder='recovery of the catalog on "):
         save(busy, 2)
     assert busy.acted
     assert catalog_at(store).token > token

@@ -18,7 +18,7 @@ from s3fs import S3FileSystem
 
 from dcp_remote import RemoteWriter, load
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import (
     ConditionFailedError,
     InvalidArgumentError,
@@ -64,7 +64,7 @@ def keys(store: MemoryStore) -> set[str]:
 
 
 def probe(store: ObjectStore, *, swaps: bool = True, seconds: float = 60) -> None:
-    require_conditional_writes(store, Deadline(seconds), swaps=swaps, sleep=lambda _: None)
+    require_conditional_writes(store, Deadline(seconds, Clock(sleep=lambda _: None)), swaps=swaps)
 
 
 @pytest.mark.parametrize("swaps", [True, False])

@@ -97,7 +97,7 @@ def test_no_wait_reaches_the_deadline() -> None:
         store.put("second", [b"x" * 1000])
     assert len(clock.sleeps) == sleeps
     store.put("third", [b"x"])
-    assert clock.now - 100.0 == pytest.approx(10)
+    assert clock.now == pytest.approx(10)
 
 
 def test_a_wait_ends_when_the_save_is_given_up() -> None:
@@ -106,9 +106,9 @@ def test_a_wait_ends_when_the_save_is_given_up() -> None:
     left_seconds = [1e9, 0.0]
     store = LimitedStore(MemoryStore(), upload=_rate(clock, 10.0))
     store.put("first", [b"x" * 100])
-    with limit_requests(lambda: left_seconds[clock.now > 103]), pytest.raises(TransientStorageError):
+    with limit_requests(lambda: left_seconds[clock.now > 3]), pytest.raises(TransientStorageError):
         store.put("second", [b"x"])
-    assert 103 < clock.now < 104
+    assert 3 < clock.now < 4
 
 
 class _Counting(WrappedStore):

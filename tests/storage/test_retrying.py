@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from dcp_remote.common.deadline import Clock, Deadline, RetryPolicy
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -35,7 +35,7 @@ TWO_ATTEMPTS_SECONDS = 1.2
 
 def _retrying(store: ObjectStore, clock: SleepClock, *, seconds: float = 60.0, random: float = 0.5) -> RetryingStore:
     policy = RetryPolicy(first_delay_seconds=1.0, delay_seconds_max=8.0)
-    return RetryingStore(store, Deadline(seconds, Clock(clock, clock.sleep, lambda low, high: random)), policy)
+    return RetryingStore(store, clock.deadline(seconds, share=random), policy)
 
 
 class TestRetryingStore(StoreSuite):
@@ -51,7 +51,7 @@ class TestRetryingStore(StoreSuite):
         ]
         clock = SleepClock()
         memory = MemoryStore(uuid.uuid4().hex)
-        return RetryingStore(FaultyStore(memory, faults), Deadline(1e9, Clock(clock, clock.sleep)))
+        return RetryingStore(FaultyStore(memory, faults), clock.deadline(1e9))
 
     def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
         _innermost(store).put(key, [data])
@@ -234,8 +234,7 @@ def test_retries_are_reported_with_the_whole_key() -> None:
     seen: list[tuple[str, str, str]] = []
     store = RetryingStore(
         FaultyStore(memory, [nth(1, "request"), nth(2, "response")]),
-        Deadline(60, clock),
-        sleep=clock.sleep,
+        clock.deadline(60),
         on_retry=lambda verb, key, error: seen.append((verb, key, type(error).__name__)),
     )
     store.child("a").child("b").head("key")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dcp_remote import CheckpointManager
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.storage import ObjectStore
 from tests.support import points
@@ -165,14 +166,8 @@ def join(
     arrival_seconds: float = math.inf,
 ) -> Collective:
     """Prepare a collective operation, and begin it."""
-    collective = ranks.prepare(
-        what,
-        seconds=seconds,
-        silence_seconds=silence_seconds,
-        arrival_seconds=arrival_seconds,
-        failed=SaveFailedError,
-        timed_out=SaveTimeoutError,
-    )
+    terms = Terms(SaveFailedError, SaveTimeoutError, seconds, silence_seconds, arrival_seconds)
+    collective = ranks.prepare(what, terms)
     ranks.begin(collective)
     return collective
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,11 +16,12 @@ from urllib.request import getproxies, proxy_bypass
 
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.exceptions import ProfileNotFound
 from botocore.loaders import create_loader
 from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, option
+from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 
 # Shared by all sessions of the process, since a loader keeps the models that it has read.
 _get_models = functools.cache(create_loader)
@@ -72,12 +74,18 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     Takes 0.1 s of CPU the first time, and 0.02 s from then on.
 
     Raises:
-        botocore.exceptions.BotoCoreError: The profile is unknown, a file cannot be parsed, or a region is invalid.
-        ValueError: The endpoint is not a URL.
-        InvalidArgumentError: The endpoint contains a user, a password or a query.
+        botocore.exceptions.BotoCoreError: A file cannot be parsed, or a region is invalid.
+        ValueError: The endpoint of a profile is not a URL.
+        InvalidArgumentError: The profile is unknown, or the endpoint is no URL or contains a user, a password or a
+            query; the message names the option or the environment variable.
     """
     session = Session(profile=options.profile_name)
-    session.register_component("data_loader", _get_models(session.get_config_variable("data_path")))
+    try:
+        session.register_component("data_loader", _get_models(session.get_config_variable("data_path")))
+    except ProfileNotFound as error:
+        raise _make_profile_error(session, options) from error
+    if options.endpoint_url is None and not session.get_config_variable("ignore_configured_endpoint_urls"):
+        find_environment_endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # in botocore's order
     if options.aws_access_key_id is not None and options.aws_secret_access_key is not None:
         session.set_credentials(options.aws_access_key_id, options.aws_secret_access_key, options.aws_session_token)
     # An unsigned client needs no credentials to build the URL of a request.
@@ -100,6 +108,17 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
         virtual_hosted=not in_path,
         verify=options.verify if options.verify is not None else session.get_config_variable("ca_bundle"),
         has_proxy=bool(proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.netloc),
+    )
+
+
+def _make_profile_error(session: Session, options: S3Options) -> InvalidArgumentError:
+    # In botocore's order.
+    names = [name for name in ("AWS_DEFAULT_PROFILE", "AWS_PROFILE") if os.environ.get(name)]
+    named = "storage_options['profile_name']" if options.profile_name is not None or not names else names[0]
+    return InvalidArgumentError(
+        f"{named} is not a profile of the AWS configuration (`aws configure list-profiles`).",
+        profile=session.profile,
+        known=", ".join(session.available_profiles) or None,
     )
 
 

@@ -35,6 +35,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Version
+from dcp_remote.storage.cloud.endpoint import S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import classify_error, get_safe_cause, translate
 from dcp_remote.storage.cloud.store import CLOUDS, CloudStore, open_cloud_store
 from dcp_remote.storage.request_context import limit_requests
@@ -543,12 +544,33 @@ def test_credentials_that_cannot_be_renewed(empty_environment: Path, tmp_path: P
         assert server.requests == []
 
 
-@pytest.mark.usefixtures("empty_environment")
 @pytest.mark.parametrize("verb", ["get", "put", "delete"])
-def test_unknown_profile(verb: str) -> None:
-    """Name a profile that does not exist."""
-    with pytest.raises(InvalidArgumentError, match="nobody"):
-        VERBS[verb](open_cloud_store(parse_url("s3://bucket"), {"profile_name": "nobody"}))
+@pytest.mark.parametrize(
+    ("variable", "named"),
+    [(None, r"storage_options\['profile_name'\]"), ("AWS_PROFILE", "AWS_PROFILE"), ("AWS_DEFAULT_PROFILE",) * 2],
+)
+def test_unknown_profile(
+    verb: str, variable: str | None, named: str, empty_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile that does not exist, by option and by variable: the message names these, and the profiles there are."""
+    empty_environment.write_text("[default]\n[profile prod]\n")
+    if variable is not None:
+        monkeypatch.setenv(variable, "nobody")
+    options = {"profile_name": "nobody"} if variable is None else {}
+    with pytest.raises(InvalidArgumentError, match=f"^{named} is not a profile .*'nobody' known='default, prod'"):
+        VERBS[verb](open_cloud_store(parse_url("s3://bucket"), options))
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.usefixtures("empty_environment")
+def test_an_endpoint_in_the_environment_without_scheme(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check that the option gets; and the variable counts for nothing where botocore does not read it."""
+    monkeypatch.setenv(variable, "localhost:9000")
+    with pytest.raises(InvalidArgumentError, match=rf"^{variable} must begin with http://.* endpoint='localhost:9000'"):
+        open_cloud_store(parse_url("s3://bucket"), {}).head("key")
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    for endpoint_url in (None, "http://127.0.0.1:1"):
+        assert resolve_s3("bucket", S3Options(endpoint_url=endpoint_url)).endpoint_url.startswith("http")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.storage.cloud.redaction import redact
 from dcp_remote.storage.cloud.store import open_cloud_store
@@ -95,7 +95,7 @@ def test_a_page_that_quotes_the_request(
         for send in (send for verb, send in VERBS.items() if verb != "delete"):
             # After two attempts, less than the first delay is left.
             clock, policy = SleepClock(), RetryPolicy(first_delay_seconds=40, delay_seconds_max=40)
-            retrying = RetryingStore(store, Deadline(60, clock), policy, sleep=clock.sleep, random=lambda: 0.999)
+            retrying = RetryingStore(store, clock.deadline(60, share=0.999), policy)
             with pytest.raises(DcpRemoteError) as info:
                 send(retrying)
             copy = pickle.loads(pickle.dumps(info.value))
