@@ -50,7 +50,7 @@ def ls(
         require_run_url(asking)
         runs = list_runs(store, timeout_seconds=_LIST_SECONDS) if recursive else []
         if not runs:
-            below = ", and none below" if recursive else "; `dcp-remote ls -r` lists those below"
+            below = ", and none below" if recursive else "; `dcp-remote ls -r` looks below"
             raise not_found(asking, f"There is no committed checkpoint and no run (no catalog.json) here{below}.")
         return _print_runs(out, store, runs)
     entries = [entry for entry in catalog.entries if entry.abandoned or not abandoned]

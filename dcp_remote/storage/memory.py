@@ -112,17 +112,9 @@ class MemoryStore:
 
     def child(self, prefix: str) -> MemoryStore:
         """Implement `ObjectStore.child`."""
-        return self._at(self._place.child(prefix))
-
-    def parent(self) -> MemoryStore | None:
-        """Return the store of the folder above; None for the whole store. Not part of the contract."""
-        above = self._place.parent()
-        return self._at(above) if above is not None else None
-
-    def _at(self, place: ParsedUrl) -> MemoryStore:
-        store = MemoryStore.__new__(MemoryStore)
-        vars(store).update(vars(self), _place=place)
-        return store
+        child = MemoryStore.__new__(MemoryStore)
+        vars(child).update(vars(self), _place=self._place.child(prefix))
+        return child
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`."""

@@ -154,7 +154,7 @@ def test_runs_of_a_bucket_of_s3(cli: CommandLine, s3_server: S3Server) -> None:
         ["runs/llama-13b", "3"],
         ["runs/llama-7b", "3"],
     ]
-    cli.fail("ls", "s3://list-runs", *options, says="`dcp-remote ls -r` lists those below")
+    cli.fail("ls", "s3://list-runs", *options, says="`dcp-remote ls -r` looks below")
     cli.fail("ls", "-r", "s3://list-runs/x", *options, says="and none below")
     cli.fail("ls", "s3://list-runs/runs/lama-7b", *options, says="near='llama-7b, llama-13b'")
 

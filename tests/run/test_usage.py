@@ -9,13 +9,11 @@ import pytest
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.keys import SHARDS_PREFIX
 from dcp_remote.run.catalog_store import require_catalog
-from dcp_remote.run.retention import Decision, Retention
+from dcp_remote.run.retention import Decision
 from dcp_remote.run.usage import clear, read_usage
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
-from tests.support.runs import FROZEN, TRAINED, assert_tidy, begin, copied, live, save, shard_at
-
-OPTIM = ("optim",)
+from tests.support.runs import FROZEN, TRAINED, assert_tidy, copied, live, save, shard_at
 
 
 @pytest.fixture
@@ -49,23 +47,6 @@ def test_what_is_foretold_is_freed(store: MemoryStore, steps: tuple[int, ...]) -
     assert foretold == cleared.freed_bytes == before - shard_bytes(store) > 0
     assert cleared.retired == list(steps)
     assert recording.count("get") == 2  # of the catalog: no manifest is read again
-    assert_tidy(store)
-
-
-@pytest.mark.parametrize("keep", [1, 2, 4])
-def test_what_thinning_frees_is_foretold(store: MemoryStore, keep: int) -> None:
-    """Drop the optimizer of old checkpoints: as many bytes go as were foretold."""
-    retention = Retention(keep_last=3, keep_optimizer_last=keep, optimizer_keys=OPTIM)
-    catalog = require_catalog(store)
-    usage = read_usage(store, catalog, Deadline(30), dropped_keys=OPTIM)
-    thin = tuple(step for step in (2, 3, 4) if step <= 4 - keep)
-    foretold = usage.freed_bytes(Decision((1,), thin))
-    before = shard_bytes(store)
-    cleared = clear(
-        store, usage, lambda deletions, deadline: deletions.apply(retention, deadline=deadline), timeout_seconds=30
-    )
-    assert (cleared.retired, cleared.thinned) == ([1], list(thin))
-    assert foretold == cleared.freed_bytes == before - shard_bytes(store)
     assert_tidy(store)
 
 
@@ -116,13 +97,3 @@ def test_checkpoints_that_go_meanwhile_are_left_out(store: MemoryStore) -> None:
     again = read_usage(after, catalog, Deadline(30))
     assert not again.unreadable
     assert again.size_of(again.sizes) == shard_bytes(after)
-
-
-def test_orphans_are_what_no_checkpoint_names(store: MemoryStore) -> None:
-    """Leave a save without a commit: its manifest and shards are orphans."""
-    usage = read_usage(store, require_catalog(store), Deadline(30))
-    before = set(store.space.objects)
-    begin(store, 9)
-    listed = {info.key: info.size_bytes for info in store.list()}
-    left = sum(size for key, size in listed.items() if key not in before)
-    assert usage.orphan_bytes(listed) == left > 0
