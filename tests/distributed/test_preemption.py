@@ -355,6 +355,26 @@ def wait_for_heartbeats(groups: Sequence[RankGroup]) -> None:
         assert all(beat.acquire(timeout=30) for beat in beats for _ in range(2))
 
 
+def test_silence_is_longer_where_heartbeats_are_seldom() -> None:
+    """Thousands of ranks write a heartbeat every few seconds: a rank counts as gone after two of the longest pauses."""
+    clock = Clock()
+    with rank_threads(3, beat_seconds=0.01) as them:
+        preemptions = [Preemption(ranks, 600.0, clock=clock) for ranks in them.ranks]
+        assert not any(one.reached(1) for one in preemptions)
+        living = [them.ranks[0], them.ranks[2]]
+        for ranks in living:
+            assert ranks.heartbeat is not None
+            ranks.heartbeat.delay_seconds_max = 10.0
+        with held(them.ranks[1]):
+            preemptions[0].record_signal()
+            wait_until(lambda: all(preemptions[ranks.rank]._watched_round for ranks in living))
+            for seconds in (5.0, 10.0, 15.0, 20.0):
+                assert not preemptions[0]._agreement.settled.is_set(), seconds
+                clock.now += 5.0
+                wait_for_heartbeats(living)
+            wait_until(preemptions[0]._agreement.settled.is_set)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(lost: int, caplog: pytest.LogCaptureFixture) -> None:
     """A rank leaves, as by an error; or is silent for long, as if killed. The log says which, and where that was."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]  # comes with moto
+import yaml
 
 from dcp_remote.manager.telemetry import METRICS, Metric
 

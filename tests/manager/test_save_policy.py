@@ -209,7 +209,7 @@ def test_ranks_that_cannot_agree_leave_a_save_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank does not answer: the others go on without that save, which is said once."""
-    monkeypatch.setattr("dcp_remote.manager.save_policy.AGREEMENT_SECONDS", 0.2)
+    monkeypatch.setattr("dcp_remote.manager.save_policy.agreement_seconds", lambda _: 0.2)
     clock = Clock()
     with rank_threads(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING, "dcp_remote"):
         first = SaveSchedule(SavePolicy(every_seconds=60), them.ranks[0])

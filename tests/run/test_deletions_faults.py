@@ -136,13 +136,17 @@ def make_again(store: ObjectStore, seconds: float) -> None:
     recovery.recover(store, timeout_seconds=seconds)
 
 
+def take_over(store: ObjectStore, seconds: float) -> None:
+    swap(store, lambda now: take_fence(now) if now.token == 1 else None, deadline=Deadline(seconds))
+
+
 def pin(store: ObjectStore, seconds: float) -> None:
     swap(store, partial(pin_entry, step=1, pin=True), deadline=Deadline(seconds))
 
 
 OPERATIONS: dict[str, Operation] = {
     "commit": Operation(lambda: with_a_begun_save()[0], commit_it),
-    "fence": Operation(a_busy_run, lambda store, seconds: swap(store, take_fence, deadline=Deadline(seconds))),
+    "fence": Operation(a_busy_run, take_over),
     "retire": Operation(a_busy_run, partial(remove, step=1)),
     "retention": Operation(a_busy_run, partial(tidy, retention=Retention(keep_last=2))),
     "thin": Operation(a_busy_run, partial(tidy, retention=Retention(keep_optimizer_last=1))),
@@ -165,7 +169,7 @@ def seen(store: MemoryStore) -> Seen:
     if catalog is None:
         return None
     entries = [(entry.step, entry.save_id, entry.pinned, entry.thinned) for entry in catalog.entries]
-    return catalog.token > 1, entries  # a fence that is taken twice is taken
+    return catalog.token, entries
 
 
 @cache
