@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
 from dcp_remote.cli.bench import bench
+from dcp_remote.cli.doctor import doctor
 from dcp_remote.cli.du import du
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
@@ -54,6 +55,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "pin": pin,
     "recover": recover_catalog,
     "bench": bench,
+    "doctor": doctor,
     "watch": watch,
 }
 

@@ -128,17 +128,23 @@ def presign_s3(endpoint: S3Endpoint, options: S3Options, operation: str, **param
     Raises:
         botocore.exceptions.BotoCoreError: There are no credentials any more.
     """
-    client = _create_s3_client(endpoint.session, options, signature=UNSIGNED if options.anon else "s3v4")
+    client = create_signing_client(endpoint, options)
     url: str = client.generate_presigned_url(operation, Params=parameters, ExpiresIn=60)
     return url
 
 
-def _create_s3_client(session: Session, options: S3Options, *, signature: Any) -> Any:
+def create_signing_client(endpoint: S3Endpoint, options: S3Options, **settings: Any) -> Any:
+    """Return botocore's client of the bucket; `settings` are those of `botocore.config.Config`."""
+    signature = UNSIGNED if options.anon else "s3v4"
+    return _create_s3_client(endpoint.session, options, signature=signature, **settings)
+
+
+def _create_s3_client(session: Session, options: S3Options, *, signature: Any, **settings: Any) -> Any:
     # `Any`: botocore creates the classes of its clients at run time.
     style: Any = {"addressing_style": options.addressing_style} if options.addressing_style is not None else None
     return session.create_client(
         "s3",
         region_name=options.region_name,
         endpoint_url=options.endpoint_url,
-        config=Config(signature_version=signature, s3=style),
+        config=Config(signature_version=signature, s3=style, **settings),
     )
