@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.info import CheckpointInfo, latest
     from dcp_remote.run.retention import Best, Retention
+    from dcp_remote.run.verification import VerifyReport
     from dcp_remote.serialization.files import Files
     from dcp_remote.serialization.local_boxes import LocalBoxes
     from dcp_remote.serialization.module_state import ModelState, OptimizerState
@@ -71,6 +72,7 @@ __all__ = [
     "Run",
     "SavePolicy",
     "SaveReport",
+    "VerifyReport",
     "__version__",
     "as_plain",
     "errors",
@@ -108,6 +110,7 @@ _LAZY = {
     "SavePolicy": "manager.save_policy",
     "Run": "loading.run_handle",
     "SaveReport": "manager.reports",
+    "VerifyReport": "run.verification",
     "export_checkpoint": "transfer.exporting",
     "import_checkpoint": "transfer.importing",
     "is_remote": "storage.url",

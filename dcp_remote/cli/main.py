@@ -29,6 +29,7 @@ from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
 from dcp_remote.cli.transfer import export, import_
+from dcp_remote.cli.verify import verify
 from dcp_remote.cli.watch import watch
 from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import (
@@ -46,6 +47,7 @@ _FOUND, _USAGE, _FAILED = 1, 2, 3
 COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "ls": ls,
     "show": show,
+    "verify": verify,
     "du": du,
     "import": import_,
     "export": export,
