@@ -20,11 +20,13 @@ from dcp_remote.cli.bench import bench
 from dcp_remote.cli.cp import cp
 from dcp_remote.cli.diff import diff
 from dcp_remote.cli.doctor import doctor
+from dcp_remote.cli.du import du
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
 from dcp_remote.cli.ls import ls
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.pin import pin
+from dcp_remote.cli.prune import prune
 from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
@@ -48,12 +50,14 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "ls": ls,
     "show": show,
     "verify": verify,
+    "du": du,
     "diff": diff,
     "cp": cp,
     "import": import_,
     "export": export,
     "gc": gc,
     "rm": rm,
+    "prune": prune,
     "pin": pin,
     "recover": recover_catalog,
     "bench": bench,
@@ -62,7 +66,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
 }
 
 # Commands that write nothing: their options may be abbreviated, since a mistyped one deletes nothing.
-_READING = ("ls", "show", "diff", "watch")
+_READING = ("ls", "show", "du", "diff", "watch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

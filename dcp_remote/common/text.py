@@ -53,8 +53,10 @@ def join_some(items: Sequence[object]) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`."""
+    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`, `3 d`."""
     if seconds < 60:  # noqa: PLR2004  # a minute
         return f"{seconds:.0f} s"
     minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 60 else f"{minutes / 60:.1f} h"  # noqa: PLR2004  # an hour
+    if minutes < 60:  # noqa: PLR2004  # an hour
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.1f} h" if minutes < 2880 else f"{minutes / 1440:.0f} d"  # noqa: PLR2004  # two days

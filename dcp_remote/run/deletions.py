@@ -112,6 +112,11 @@ class Deletions:
         """True if nothing is left to look up or to delete."""
         return not self._noted and not self._queue
 
+    @property
+    def queued(self) -> frozenset[str]:
+        """Keys of the objects that may be deleted and are not yet."""
+        return frozenset(self._queue)
+
     def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
         """Remember the shards that a manifest of this process names, so that it need not be read."""
         self._named.remember(manifest_key, shard_keys)
@@ -175,17 +180,23 @@ class Deletions:
         if not isinstance(retention, Retention):
             choose = partial(decide_by, retention)
             return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner)
-        keys = retention.optimizer_keys
+        choose, keys = partial(self.decide, retention), retention.optimizer_keys
+        return self._carry_out(choose, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
 
-        def choose_by_rules(now: Catalog) -> Decision:
-            return decide(retention, [self._candidate(entry, keys) for entry in now.entries])
-
-        return self._carry_out(choose_by_rules, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
+    def decide(self, retention: Retention, now: Catalog) -> Decision:
+        """Return what `apply` would retire and thin in this catalog. No request."""
+        return decide(retention, [self._candidate(entry, retention.optimizer_keys) for entry in now.entries])
 
     def retire(
-        self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
+        self,
+        steps: Sequence[int | str],
+        *,
+        deadline: Deadline,
+        force: bool = False,
+        catalog: Catalog | None = None,
+        owner: Owner | None = None,
     ) -> Applied:
-        """Retire live checkpoints by their steps or names, abandoned ones too; nothing is deleted yet.
+        """Retire live checkpoints by their steps or names in `catalog`, abandoned ones too; nothing is deleted yet.
 
         Pinned checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
         `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and beside one. Shards that an
@@ -202,7 +213,7 @@ class Deletions:
                 require_expendable(now, entries)
             return Decision(retire=tuple(entry.step for entry in entries), thin=())
 
-        return self._carry_out(choose, keys=(), deadline=deadline, owner=owner, explicit=True)
+        return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner, explicit=True)
 
     def delete(
         self,

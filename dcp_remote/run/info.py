@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import InvalidArgumentError
@@ -107,6 +108,14 @@ def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool
     known = [info for info in checkpoints if not info.abandoned and metric in info.metrics]
     sign = 1 if largest else -1
     return max(known, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
+
+
+def find_age_seconds(created: str, now_seconds: float) -> float | None:
+    """Return the seconds since a time of a catalog, ISO 8601; None if the text is no time. Pure."""
+    try:
+        return max(0.0, now_seconds - datetime.fromisoformat(created).timestamp())
+    except ValueError:
+        return None
 
 
 def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:

@@ -14,7 +14,7 @@ import torch
 from dcp_remote import CheckpointManager, RemoteWriter, load
 from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine
-from tests.support.schemas import require_valid
+from tests.support.schemas import require_schema
 from tests.support.simulated_ranks import save_as_ranks
 
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 def copy(cli: CommandLine, *arguments: object) -> Any:
     """Copy, and return the document."""
     document = cli.run("cp", *arguments, "--json").document
-    require_valid("cp", document)
+    require_schema("cp", document)
     return document
 
 

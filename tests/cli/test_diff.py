@@ -17,7 +17,7 @@ from dcp_remote.storage import LocalStore
 from dcp_remote.testing import RecordingStore
 from tests.support.command_line import CommandLine
 from tests.support.manifests import Layout, build
-from tests.support.schemas import require_valid
+from tests.support.schemas import require_schema
 from tests.support.simulated_ranks import save_as_ranks
 
 BIG = torch.arange(300_000, dtype=torch.float32)  # more than one block, and a shard of its own
@@ -40,7 +40,7 @@ def state(**changes: Any) -> dict[str, Any]:
 def compare(cli: CommandLine, *arguments: object, code: int = 1) -> dict[str, str]:
     """Return by entry how two checkpoints differ."""
     document = cli.run("diff", *arguments, "--json", code=code).document
-    require_valid("diff", document)
+    require_schema("diff", document)
     assert (code == 0) == (not document["differences"])
     return {entry["name"]: entry["difference"] for entry in document["differences"]}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import jsonschema
 import pytest
 
 from dcp_remote.cli import main
@@ -27,8 +26,8 @@ from dcp_remote.testing import servers
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
 from dcp_remote.testing.wrappers import FaultyStore, RecordingStore, matching
 from tests.support.command_line import CommandLine
+from tests.support.schemas import require_schema
 
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "doctor.json").read_text())
 SECRETS = ("AKIARECOGNIZABLE", "secret/of+the=tests", "token/of+the=tests", "user-of-proxy", "password-of-proxy")
 RULES = ["lifecycle", "versions", "object lock"]
 STORE = ["put", "get", "list", "conditional writes", "speed", "delete"]
@@ -55,7 +54,7 @@ class Report:
 
     def __init__(self, text: str) -> None:
         document = json.loads(text)
-        jsonschema.validate(document, SCHEMA, jsonschema.Draft202012Validator)
+        require_schema("doctor", document)
         assert all(bool(check["cure"]) == (check["state"] in ("warn", "fail")) for check in document["checks"])
         self.checks: dict[str, dict[str, str]] = {check["name"]: check for check in document["checks"]}
 

@@ -124,7 +124,6 @@ def test_wording(message: str, named: str) -> None:
         (["recover", "URL", "--wri"], "--wri"),
         (["rm", "URL", "--step", "1", "--ye"], "--ye"),
         (["rm", "URL", "--ste", "1", "--yes"], "--ste"),
-        (["rm", "URL", "--yes"], "--step"),
         (["rm", "URL", "--step"], "--step"),
     ],
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -18,9 +16,8 @@ from dcp_remote.storage import open_store
 from dcp_remote.testing import Fault, FaultyStore
 from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine, open_with
+from tests.support.schemas import require_schema
 from tests.support.simulated_ranks import save_as_ranks
-
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "verify.json").read_text())
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ def flip(path: Path) -> None:
 def verified(cli: CommandLine, *arguments: object, code: int = 0) -> Any:
     """Return the document, which has the form that the schema says."""
     document = cli.run("verify", *arguments, "--json", code=code).document
-    jsonschema.validate(document, SCHEMA)
+    require_schema("verify", document)
     return document
 
 

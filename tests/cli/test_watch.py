@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from dcp_remote.cli import watch as watch_module
@@ -23,8 +22,8 @@ from dcp_remote.testing import FaultyStore, matching
 from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine, open_with
 from tests.support.runs import save
+from tests.support.schemas import require_schema
 
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "watch.json").read_text())
 HOSTILE = "$(touch owned)\x1b[2J`touch owned`;touch owned"
 SHOW = 'echo "$DCP_REMOTE_STEP $DCP_REMOTE_SAVE_ID $DCP_REMOTE_URL" >> {log}'
 
@@ -61,7 +60,7 @@ def test_json_is_a_document_per_line(cli: CommandLine, run: tuple[Path, list[Ent
     shown = cli.run("watch", folder, "--after", 0, "--timeout", 0.05, "--json", code=1)
     documents = [json.loads(line) for line in shown.lines]
     for document in documents:
-        jsonschema.validate(document, SCHEMA)
+        require_schema("watch", document)
     assert [document["save_id"] for document in documents] == [entry.save_id for entry in entries]
     program = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"]
     program += ["watch", str(folder), "--after", "2", "--once", "--json", "--exec", "echo printed"]

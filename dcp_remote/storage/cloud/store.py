@@ -140,6 +140,11 @@ class CloudStore:
         """Implement `ObjectStore.child`."""
         return CloudStore(self._parsed.child(prefix), self._bucket)
 
+    def parent(self) -> CloudStore | None:
+        """Return the store of the folder above; None for the bucket. Not part of the contract."""
+        above = self._parsed.parent()
+        return CloudStore(above, self._bucket) if above is not None else None
+
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request."""
         path = self._path(key)
