@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dcp_remote.loading.read_rates import ReadRates
 from tests.support.clocks import SleepClock
 
-UNIT, TICK_SECONDS = 8_000_000, 0.1
+# With a look each 0.1 s, a rate would be taken after exactly three: the third has only the bytes of the first unit.
+UNIT, TICK_SECONDS = 8_000_000, 0.05
 RATES = st.floats(0.01, 100.0)  # units a second
 
 
@@ -24,7 +25,7 @@ class _Coming:
 
 
 def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
-    """Receive units that other ranks send, all at a time, looking ten times a second whether to move one.
+    """Receive units that other ranks send, all at a time, looking twenty times a second whether to move one.
 
     Args:
         weights: Weight of each unit when units share the link from the other ranks.
