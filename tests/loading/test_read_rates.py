@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from dcp_remote.loading.read_rates import ReadRates
 from tests.support.clocks import SleepClock
 
-# With a look each 0.1 s, a rate would be taken after exactly three: the third has only the bytes of the first unit.
-UNIT, TICK_SECONDS = 8_000_000, 0.05
+UNIT, TICK_SECONDS = 8_000_000, 0.1
 RATES = st.floats(0.01, 100.0)  # units a second
 
 
@@ -25,7 +24,7 @@ class _Coming:
 
 
 def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
-    """Receive units that other ranks send, all at a time, looking twenty times a second whether to move one.
+    """Receive units that other ranks send, all at a time, looking ten times a second whether to move one.
 
     Args:
         weights: Weight of each unit when units share the link from the other ranks.
@@ -35,7 +34,9 @@ def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
     Returns:
         Seconds until all has arrived, and the number of units that were moved to the store.
     """
-    clock, moved = SleepClock(), 0
+    # At 100 s, where sums of ticks round down: after exactly 0.3 s, from which a rate counts, the third look would have
+    # the bytes of the first unit alone, and might move that one.
+    clock, moved = SleepClock(100.0), 0
     rates = ReadRates(clock)
     with rates.reading(int(store * UNIT)):
         clock.sleep(1.0)
