@@ -13,6 +13,8 @@ dcp.load(state, storage_reader=RemoteReader("s3://bucket/my-checkpoint"))
 
 from __future__ import annotations
 
+import re
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from dcp_remote.reader import RemoteReader
     from dcp_remote.run.info import CheckpointInfo, latest
     from dcp_remote.run.retention import Best, Retention
+    from dcp_remote.run.verification import VerifyReport
     from dcp_remote.serialization.files import Files
     from dcp_remote.serialization.local_boxes import LocalBoxes
     from dcp_remote.serialization.module_state import ModelState, OptimizerState
@@ -69,6 +72,7 @@ __all__ = [
     "Run",
     "SavePolicy",
     "SaveReport",
+    "VerifyReport",
     "__version__",
     "as_plain",
     "errors",
@@ -106,6 +110,7 @@ _LAZY = {
     "SavePolicy": "manager.save_policy",
     "Run": "loading.run_handle",
     "SaveReport": "manager.reports",
+    "VerifyReport": "run.verification",
     "export_checkpoint": "transfer.exporting",
     "import_checkpoint": "transfer.importing",
     "is_remote": "storage.url",
@@ -119,8 +124,28 @@ _LAZY = {
 }
 
 
+# That of pyproject.toml, which an installation without dependencies, or a container of a vendor, may not have.
+_TORCH_MIN = (2, 9)
+
+
+def _require_torch() -> None:
+    """Refuse an older torch by its version, since an import that fails or a missing attribute would not name it."""
+    from importlib import metadata
+
+    try:
+        found = sys.modules["torch"].__version__ if "torch" in sys.modules else metadata.version("torch")
+    except (AttributeError, metadata.PackageNotFoundError):
+        return  # the import of torch says what is wrong
+    numbers = re.match(r"(\d+)\.(\d+)", str(found))
+    if numbers and (int(numbers[1]), int(numbers[2])) < _TORCH_MIN:
+        needed = ".".join(map(str, _TORCH_MIN))
+        raise ImportError(f"dcp_remote needs torch {needed} or newer, and torch {found} is installed.", name="torch")
+
+
 def __getattr__(name: str) -> object:
     if name in _LAZY:
+        if not _LAZY[name].startswith(("run.", "storage.")):
+            _require_torch()
         return getattr(import_module(f"dcp_remote.{_LAZY[name]}"), name)
     if name == "__version__":
         # The installation's metadata, whose one source is pyproject.toml; importing the reader of these takes a while.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +24,7 @@ from dcp_remote.integrations.accelerate import load_state, save_state  # changed
 from dcp_remote.integrations.runs import close_managers  # changed
 
 
+@record  # torchrun's summary names the error of the rank that failed first
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

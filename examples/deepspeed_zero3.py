@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from dcp_remote import Retention
 from dcp_remote.integrations.deepspeed import attach  # <--
@@ -47,6 +48,7 @@ def batch_of(step: int) -> torch.Tensor:
     return tokens.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+@record  # torchrun's summary names the error of the rank that failed first
 def main() -> None:
     """Train up to a step, saving now and then."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

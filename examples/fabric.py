@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 
 from dcp_remote import latest  # dcp_remote
@@ -28,6 +29,7 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
+@record  # torchrun's summary names the error of the rank that failed first
 def main() -> None:
     """Train a hundred steps, with a checkpoint after every twenty."""
     url, has_gpu, ranks = sys.argv[1], torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", "1"))

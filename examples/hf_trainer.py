@@ -13,12 +13,14 @@ import argparse
 import logging
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from dcp_remote.integrations.runs import close_managers  # changed
 from dcp_remote.integrations.transformers import remote  # changed
 
 
+@record  # torchrun's summary names the error of the rank that failed first
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,6 +48,7 @@ class Regression(LightningModule):  # type: ignore[misc]  # Lightning may not be
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+@record  # torchrun's summary names the error of the rank that failed first
 def main() -> None:
     """Train ten epochs, each of which ends with a checkpoint."""
     inputs = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
@@ -219,6 +220,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@record  # torchrun's summary names the error of the rank that failed first
 def main(arguments: list[str]) -> None:
     """Run one rank, started by torchrun."""
     options = parse(arguments)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import is_hypothesis_test
 
 from dcp_remote.testing.servers import S3Server, moto_server
+from tests.support.faults import shorten_pauses
 from tests.support.figures import figures
 from tests.support.properties import load_profile
 from tests.support.rank_pool import RankPool
@@ -120,6 +121,12 @@ def rank_pool() -> Iterator[RankPool]:
     """Start four processes that live as long as the session; a test takes as many as it needs."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the pauses between attempts to milliseconds."""
+    shorten_pauses(monkeypatch)
 
 
 @pytest.fixture

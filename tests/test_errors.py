@@ -56,7 +56,6 @@ def test_messages_read_what_then_values() -> None:
 
 
 def test_docstring_draws_the_tree() -> None:
-    """The docstring draws every class once."""
     drawn = re.findall(r"^ {4}(?:[│ ]*[├└]── )?(\w+Error)\b", errors.__doc__ or "", re.MULTILINE)
     assert sorted(drawn) == sorted(kind.__name__ for kind in CLASSES)
 

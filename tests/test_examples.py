@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.run.deletions import Deletions
@@ -98,6 +99,48 @@ def live_steps(checkpoint: str) -> list[int]:
 def forget(checkpoint: str, step: int) -> None:
     """Let go of the newest checkpoint, as if the job had been killed while it was saved."""
     Deletions(open_store(checkpoint)).retire([step], deadline=Deadline(10), force=True)
+
+
+def test_slurm_script_runs_the_example_and_is_queued_again_unless_it_has_finished(tmp_path: Path) -> None:
+    """Run it with stand-ins: `srun` keeps its arguments and ends with a status, `scontrol` notes what it is asked."""
+    script, noted = SCRIPT.with_name("slurm") / "train.sbatch", tmp_path / "noted"
+    for name, text in (
+        ("srun", f'echo "$*" >> {noted}; exit "$SRUN_STATUS"'),
+        ("scontrol", f'[ "$1" = show ] && echo gpu-07 || echo "$*" >> {noted}'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-[07-08]", "SLURM_JOB_NUM_NODES": "2"}
+    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CHECKPOINT": "s3://my-bucket/run"}
+    for status, restarts, is_queued in ((0, 0, False), (1, 0, True), (1, 20, False)):
+        noted.write_text("")
+        more = {"SRUN_STATUS": str(status), "SLURM_RESTART_COUNT": str(restarts)}
+        ended = subprocess.run(["bash", str(script), "--steps", "9"], env={**environment, **more}, check=False)
+        assert ended.returncode == status
+        started, *asked = noted.read_text().splitlines()
+        assert f"--nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-id 7-{restarts}" in started
+        assert started.endswith("gpu-07:29500 examples/train_fsdp2.py --checkpoint s3://my-bucket/run --steps 9")
+        assert asked == ["requeue 7"] * is_queued
+
+
+def test_kubernetes_job_agrees_with_itself() -> None:
+    """Parse the file: the names by which its parts find each other, and the grace that torchrun needs."""
+    account, service, job = yaml.safe_load_all((SCRIPT.with_name("kubernetes") / "job.yaml").read_text())
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert (pod["subdomain"], pod["serviceAccountName"]) == (service["metadata"]["name"], account["metadata"]["name"])
+    assert pod["terminationGracePeriodSeconds"] > 30
+    assert pod["restartPolicy"] == "Never"
+    assert not [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    (command,) = container["args"]
+    assert command.startswith("exec python -m torch.distributed.run ")
+    assert (
+        f"--nnodes {spec['parallelism']} --nproc-per-node {container['resources']['limits']['nvidia.com/gpu']}"
+        in command
+    )
+    assert f"--rdzv-endpoint {name}-0.{pod['subdomain']}:" in command
 
 
 def test_first_hour(tmp_path: Path) -> None:
@@ -211,3 +254,15 @@ def test_a_wrong_url_is_told_before_training(tmp_path: Path) -> None:
     assert run.exit_status != 0
     assert re.search(r"^Rank [01] stops\. InvalidArgumentError: ", run.output, re.MULTILINE), run.output
     assert [[event["event"] for event in events] for events in run.events] == [["started"], ["started"]]
+
+
+def test_examples_record_the_error_of_a_rank() -> None:
+    """Every example that torchrun starts: its summary then has the traceback of the rank that failed first."""
+    started = [
+        path
+        for path in (Path(__file__).parents[1] / "examples").glob("*.py")
+        if "torchrun --nproc-per-node" in path.read_text()
+    ]
+    assert len(started) == 5
+    for path in started:
+        assert re.search(r"^@record\b.*\ndef main\(", path.read_text(), re.MULTILINE), path.name

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeAlias
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.format.entry_names import near_names
 from dcp_remote.storage.limits import LIMIT_OPTIONS
+from dcp_remote.storage.url import is_remote, parse_url
 
 # Storage options that have an option of their own; all others are given by --option.
 _OWN_OPTIONS = {"endpoint_url": "--endpoint-url", "profile_name": "--profile", "region_name": "--region"}
@@ -60,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
     `dcp-remote`. Where an argument is missing as well, argparse names that one alone.
     """
 
-    def add_arguments_of(self, command: Callable[..., None]) -> None:
+    def add_arguments_of(self, command: Callable[..., object]) -> None:
         """Add the arguments that the parameters of a command declare."""
         for parameter, declared in _find_arguments(command):
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -87,7 +88,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, left
 
 
-def describe_options(command: Callable[..., None]) -> dict[str, str]:
+def describe_options(command: Callable[..., object]) -> dict[str, str]:
     """Return what to write in place of an argument that an error advises to pass, by the argument's name."""
     return {
         parameter.name: f"{_option_of(parameter, declared)} ({declared.settings['help']})"
@@ -95,7 +96,7 @@ def describe_options(command: Callable[..., None]) -> dict[str, str]:
     }
 
 
-def name_options(message: str, command: Callable[..., None]) -> str:
+def name_options(message: str, command: Callable[..., object]) -> str:
     """Return a message that names options of the command line in place of Python's arguments.
 
     These are a first word that is an option of the command, and entries of `storage_options`.
@@ -114,7 +115,7 @@ def name_options(message: str, command: Callable[..., None]) -> str:
     return _STORAGE_OPTION.sub(name_option, message)
 
 
-def _find_arguments(command: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Argument]]:
+def _find_arguments(command: Callable[..., object]) -> Iterator[tuple[inspect.Parameter, Argument]]:
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         for declared in getattr(parameter.annotation, "__metadata__", ()):
             yield parameter, declared
@@ -200,7 +201,35 @@ StorageOptions: TypeAlias = Annotated[
     ),
 ]
 
+SourceOptions: TypeAlias = Annotated[
+    Mapping[str, object] | None,
+    argument(
+        "--source-option",
+        type=parse_setting,
+        action=AddPair,
+        metavar="NAME=VALUE",
+        help="storage option of the first URL alone, beside the others; repeatable",
+    ),
+]
+
 Step: TypeAlias = Annotated[
     int | str | None,
     argument(type=parse_step, metavar="N|NAME", help="checkpoint of a run, by step or name (default: the newest)"),
 ]
+
+
+def split_options(
+    source: str, url: str, own: Mapping[str, object] | None, shared: Mapping[str, object] | None
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the storage options of a source, which may have its own, and those of the other URL.
+
+    The shared ones are for both if they are the same kind of object storage; else for the one that is object storage,
+    or for the other URL.
+    """
+    own, shared = dict(own or {}), dict(shared or {})
+    if not is_remote(source):
+        return own, shared
+    if not is_remote(url):
+        return shared | own, {}
+    is_one_kind = parse_url(source).scheme == parse_url(url).scheme
+    return (shared | own if is_one_kind else own), shared

@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
-from dcp_remote.cli.arguments import StorageOptions, Url
+from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
 from dcp_remote.cli.output import Output
-from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, shorten
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, human_seconds, shorten
 from dcp_remote.format.catalog import Catalog, Entry
-from dcp_remote.run.info import require_run
+from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.info import find_age_seconds, require_run, require_run_url
+from dcp_remote.run.lookup import not_found
+from dcp_remote.run.runs_below import FoundRun, list_runs
 from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.retrying import RetryingStore
 
 # Short, because a user waits at a terminal: an outage is reported within seconds.
 _RETRY_SECONDS = 10.0
 
+# Deadline for listing what lies below a URL: far longer, for a LIST and a GET for each of many runs.
+_LIST_SECONDS = 600.0
 
-def ls(out: Output, url: Url, *, storage_options: StorageOptions = None) -> None:
-    """List the checkpoints of a run.
 
-    Reads its catalog alone: one GET.
+def ls(
+    out: Output,
+    url: Url,
+    *,
+    recursive: Annotated[
+        bool, argument("-r", action="store_true", help="list the runs below the URL of a bucket or folder")
+    ] = False,
+    abandoned: Annotated[
+        bool, flag("list only the checkpoints that a job left behind when it went back to an older one")
+    ] = False,
+    storage_options: StorageOptions = None,
+) -> bool:
+    """List the checkpoints of a run, or with -r the runs below a URL.
+
+    Of a run reads its catalog alone, one GET; sizes are those of whole checkpoints, and `dcp-remote du` tells what they
+    share. -r costs at most a LIST and a GET for each run, and a LIST per thousand objects outside of runs; exit code 1
+    if a run cannot be read.
     """
     store = open_store(url, storage_options)
-    catalog = read_run_catalog(store)
-    size = human_bytes(sum(entry.size_bytes for entry in catalog.entries))
+    asking = RetryingStore(store, Deadline(_RETRY_SECONDS))
+    catalog = read_catalog(asking)
+    if catalog is None:
+        require_run_url(asking)
+        runs = list_runs(store, timeout_seconds=_LIST_SECONDS) if recursive else []
+        if not runs:
+            below = ", and none below" if recursive else "; `dcp-remote ls -r` looks below"
+            raise not_found(asking, f"There is no committed checkpoint and no run (no catalog.json) here{below}.")
+        return _print_runs(out, store, runs)
+    entries = [entry for entry in catalog.entries if entry.abandoned or not abandoned]
     count = format_count(len(catalog.entries), "checkpoint")
-    out.say(f"{store.url}: {count}, {size} in total, shared shards counted in each", *format_table(catalog.entries))
+    title = f"{len(entries)} abandoned of {count}" if abandoned else count
+    out.say(f"{store.url}: {title}{'; `dcp-remote du` tells what they share' if len(entries) > 1 else ''}")
+    if catalog.holder:
+        out.say(f"written by {catalog.holder}")
+    out.say(*format_table(entries))
     out.give(
         {
             "url": store.url,
             "run_id": catalog.run_id,
             "revision": catalog.revision,
             "token": catalog.token,
-            "checkpoints": [build_entry(entry) for entry in catalog.entries],
+            "holder": catalog.holder or None,
+            "checkpoints": [build_entry(entry) for entry in entries],
         }
     )
+    return False
+
+
+def _print_runs(out: Output, store: ObjectStore, runs: Sequence[FoundRun]) -> bool:
+    out.say(f"{store.url}: {format_count(len(runs), 'run')}")
+    rows = [("run", "newest", "age", "newest's size", "written by"), *map(_format_run, runs)]
+    out.say(*format_rows(rows, right=(False, True, True, True)))
+    out.give(
+        {
+            "url": store.url,
+            "runs": [
+                {
+                    "path": run.path,
+                    "newest": build_entry(run.newest) if run.newest is not None else None,
+                    "holder": run.holder or None,
+                    "problem": run.problem,
+                }
+                for run in runs
+            ],
+        }
+    )
+    return any(run.problem is not None for run in runs)
+
+
+def _format_run(run: FoundRun) -> tuple[str, ...]:
+    name, last = escape_unprintable(run.path), escape_unprintable(run.problem or run.holder)
+    if run.newest is None:
+        return name, "", "", "", last
+    age_seconds = find_age_seconds(run.newest.created, time.time())
+    age = human_seconds(age_seconds) if age_seconds is not None else ""
+    return name, str(run.newest.step), age, human_bytes(run.newest.size_bytes), last
 
 
 def read_run_catalog(store: ObjectStore) -> Catalog:
@@ -42,15 +109,24 @@ def read_run_catalog(store: ObjectStore) -> Catalog:
 
 
 def format_table(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield the aligned lines of a table of checkpoints, header first; none if there are no checkpoints."""
+    """Return the aligned lines of a table of checkpoints, header first; none if there are no checkpoints."""
     rows = [("step", "saved", "size", "notes")] if entries else []
     rows += [
         (str(entry.step), escape_unprintable(entry.created), human_bytes(entry.size_bytes), _describe_notes(entry))
         for entry in entries
     ]
-    widths = [max(len(row[column]) for row in rows) if rows else 0 for column in range(3)]
-    for step, saved, size, notes in rows:
-        yield f"{step:>{widths[0]}}  {saved:<{widths[1]}}  {size:>{widths[2]}}  {notes}".rstrip()
+    return format_rows(rows, right=(True, False, True))
+
+
+def format_rows(rows: Sequence[Sequence[str]], *, right: Sequence[bool]) -> Iterator[str]:
+    """Yield the aligned lines of a table; `right` tells which columns are flush right, all but the last one."""
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(len(right))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=False)
+        ]
+        yield "  ".join([*cells, *row[len(right) :]]).rstrip()
 
 
 def _describe_notes(entry: Entry) -> str:

@@ -1,6 +1,7 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
-Exit codes: 0 success; 1 failure, with the reason on standard error; 2 wrong or refused call; 130 after Ctrl-C.
+Exit codes: 0 success; 1 the command has found what a script should know of, such as damage, or no checkpoint; 2 wrong
+or refused call; 3 the store failed, or the output; 130 after Ctrl-C. The reason is on standard error.
 """
 
 from __future__ import annotations
@@ -16,35 +17,56 @@ from importlib.metadata import version
 
 from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
 from dcp_remote.cli.bench import bench
+from dcp_remote.cli.cp import cp
+from dcp_remote.cli.diff import diff
+from dcp_remote.cli.doctor import doctor
+from dcp_remote.cli.du import du
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
 from dcp_remote.cli.ls import ls
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.pin import pin
+from dcp_remote.cli.prune import prune
 from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
 from dcp_remote.cli.transfer import export, import_
+from dcp_remote.cli.verify import verify
+from dcp_remote.cli.watch import watch
 from dcp_remote.common.text import escape_unprintable
-from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+from dcp_remote.errors import (
+    CommitUnknownError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    StorageError,
+)
 
-_FAILED, _USAGE = 1, 2
+_FOUND, _USAGE, _FAILED = 1, 2, 3
 
-# The first line of a command's docstring is its line of `dcp-remote --help`, the rest begins its own help.
-COMMANDS: Mapping[str, Callable[..., None]] = {
+# A command returns True if it has found what the exit code shall tell. The first line of its docstring is its line of
+# `dcp-remote --help`, the rest begins its own help.
+COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "ls": ls,
     "show": show,
+    "verify": verify,
+    "du": du,
+    "diff": diff,
+    "cp": cp,
     "import": import_,
     "export": export,
     "gc": gc,
     "rm": rm,
+    "prune": prune,
     "pin": pin,
     "recover": recover_catalog,
     "bench": bench,
+    "doctor": doctor,
+    "watch": watch,
 }
 
 # Commands that write nothing: their options may be abbreviated, since a mistyped one deletes nothing.
-_READING = ("ls", "show")
+_READING = ("ls", "show", "du", "diff", "watch")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         with watch_interrupts(is_reading=name in _READING):
-            command(out, **options)
+            has_found = command(out, **options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -70,11 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DcpRemoteError as error:
         error.reword(describe_options(command))
         _print_error(name_options(error.message, command) + str(error).removeprefix(error.message))
-        return _USAGE if isinstance(error, InvalidArgumentError) else _FAILED
+        return _code_of(error)
     except OSError as error:  # for example, the output goes to a full disk
         _print_error(str(error))
         return _FAILED
-    return 0
+    return _FOUND if has_found else 0
+
+
+def _code_of(error: DcpRemoteError) -> int:
+    if isinstance(error, InvalidArgumentError):
+        return _USAGE
+    # What is not there was found to be absent; any other failure of the store leaves the question open.
+    is_unknown = isinstance(error, StorageError | CommitUnknownError) and not isinstance(error, ObjectNotFoundError)
+    return _FAILED if is_unknown else _FOUND
 
 
 def _print_error(text: str) -> None:

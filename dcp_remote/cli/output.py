@@ -1,4 +1,4 @@
-"""Output of a command: lines of text, or with `--json` one document."""
+"""Output of a command: lines of text, or with `--json` one document, or one per line."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ class Output:
         """Print the document, once and at the end: half a document would be worse than none."""
         if self.as_json:
             print(json.dumps(document, indent=2))
+
+    def give_line(self, document: dict[str, object]) -> None:
+        """Print one of several documents at once, on a line of its own, for a command that goes on."""
+        if self.as_json:
+            print(json.dumps(document), flush=True)

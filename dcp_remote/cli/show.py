@@ -27,7 +27,7 @@ _RETRY_SECONDS = 10.0
 _LABELS = {"thinned": "without"}
 
 # Title of the entries without a top-level key, such as a step or those of a model's flat state dict.
-_TOP_LEVEL = "(top level)"
+TOP_LEVEL = "(top level)"
 
 
 def show(
@@ -54,7 +54,7 @@ def show(
     chosen = choose_names(list(manifest.names()), key, paths=manifest.flatten) if key else None
     if out.as_json:
         names = manifest.names() if chosen is None else chosen
-        entries = {name: _build_entry(manifest, name) for name in names}
+        entries = {name: build_entry(manifest, name) for name in names}
         out.give({**_collect_facts(store.url, manifest), "entries": entries})
     else:
         # Made before the first line is printed, since a damaged value raises.
@@ -81,7 +81,7 @@ def _collect_facts(url: str, manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _build_entry(manifest: Manifest, name: str) -> dict[str, object]:
+def build_entry(manifest: Manifest, name: str) -> dict[str, object]:
     """Return an entry as it is in the JSON document. Raises if it is an inline value that is damaged."""
     tensors = manifest.tensors
     number = tensors.index.get(name)
@@ -125,11 +125,12 @@ def _format_entries(manifest: Manifest, names: Sequence[str] | None) -> Iterator
     if names is None:
         yield from _summarize(manifest)
     else:
-        yield from (f"{name}  {_describe_entry(manifest, name)}" for name in names)
+        yield from (f"{name}  {describe_entry(manifest, name)}" for name in names)
 
 
-def _describe_entry(manifest: Manifest, name: str) -> str:
-    entry = _build_entry(manifest, name)
+def describe_entry(manifest: Manifest, name: str) -> str:
+    """Return an entry as one line of text. Raises if it is an inline value that is damaged."""
+    entry = build_entry(manifest, name)
     if "value" in entry:
         return _describe_files(entry["value"]) or shorten(manifest.inline[name].decode("utf-8"))
     if "encoding" in entry:
@@ -170,7 +171,7 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
     for name in manifest.names():
         if name not in files:
             groups.setdefault(top_level_key(manifest.flatten.get(name) if manifest.flatten else None), []).append(name)
-    rows = [(escape_unprintable(top) or _TOP_LEVEL, _summarize_group(manifest, names)) for top, names in groups.items()]
+    rows = [(escape_unprintable(top) or TOP_LEVEL, summarize_group(manifest, names)) for top, names in groups.items()]
     rows += files.items()
     width = max((len(title) for title, _ in rows), default=0)
     yield from (f"{title:<{width}}  {text}" for title, text in rows)
@@ -179,7 +180,8 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
         yield "To list entries: dcp-remote show <url> --key 'model.*'"
 
 
-def _summarize_group(manifest: Manifest, names: Sequence[str]) -> str:
+def summarize_group(manifest: Manifest, names: Sequence[str]) -> str:
+    """Return the number of tensors and objects among some entries, and the bytes of the tensors."""
     numbers = [number for name in names if (number := manifest.tensors.index.get(name)) is not None]
     size = human_bytes(sum(_count_tensor_bytes(manifest, number) for number in numbers))
     tensors, objects = format_count(len(numbers), "tensor"), format_count(len(names) - len(numbers), "object")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from dcp_remote.cli.arguments import (
     AddPair,
+    SourceOptions,
     Step,
     StorageOptions,
     Url,
@@ -16,12 +17,11 @@ from dcp_remote.cli.arguments import (
     flag,
     parse_bytes,
     parse_pair,
-    parse_setting,
+    split_options,
 )
 from dcp_remote.cli.output import Output
 from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.common.units import WEIGHTS_FILE_BYTES_MAX
-from dcp_remote.storage.url import is_remote
 
 # Names by which other tools call dtypes.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -41,15 +41,7 @@ def import_(
     allow_pickle: Annotated[
         bool, flag("load objects that need code, which the checkpoint names: only where it is trusted")
     ] = False,
-    source_option: Annotated[
-        Mapping[str, object] | None,
-        argument(
-            type=parse_setting,
-            action=AddPair,
-            metavar="NAME=VALUE",
-            help="storage option of a source in object storage, beside those of the run; repeatable",
-        ),
-    ] = None,
+    source_options: SourceOptions = None,
     storage_options: StorageOptions = None,
 ) -> None:
     """Save a checkpoint of another format to a run.
@@ -60,7 +52,7 @@ def import_(
     from dcp_remote.transfer import import_checkpoint
 
     began_seconds = time.monotonic()
-    own, shared = source_option or {}, storage_options or {}
+    of_source, of_run = split_options(source, url, source_options, storage_options)
     report = import_checkpoint(
         source,
         url,
@@ -69,9 +61,8 @@ def import_(
         overwrite=overwrite,
         start_over=start_over,
         allow_pickle=allow_pickle,
-        # If only the source is in object storage, the options are its own.
-        source_options={**(shared if is_remote(source) else {}), **own},
-        storage_options=shared if is_remote(url) or not is_remote(source) else {},
+        source_options=of_source,
+        storage_options=of_run,
     )
     out.say(f"imported {source} to {url}: step {report.step}, {human_bytes(report.total_bytes)}, verified")
     out.give(

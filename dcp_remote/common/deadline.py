@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random as random_module
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -25,7 +26,7 @@ class Clock:
     """Time and chance of an operation, which its `Deadline` carries. That of a test waits for nothing."""
 
     monotonic: Callable[[], float] = time.monotonic  # seconds
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] = time.sleep
     uniform: Callable[[float, float], float] = jitter  # random number between two others
 
 
@@ -104,3 +105,7 @@ class RetryPolicy:
         """Return the longest pause after the `attempt`-th failure (from 1), in seconds."""
         # The exponent is bounded, or a long outage would overflow a float.
         return min(self.delay_seconds_max, self.first_delay_seconds * 2.0 ** min(attempt - 1, 64))
+
+    def growing_delays(self) -> Iterator[float]:
+        """Yield the longest pause after each failure, in seconds, without an end: for looks at what changes soon."""
+        return map(self.delay_seconds_limit, itertools.count(1))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STEP = 1024
 
 # Characters of a name or value in a listing.
 _LISTED_CHARACTERS_MAX = 60
+
+# Ranks, or other items, that a message names.
+_JOINED_MAX = 16
 
 
 def escape_unprintable(text: str) -> str:
@@ -41,9 +46,17 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def join_some(items: Sequence[object]) -> str:
+    """Return the first of many items, such as ranks, and the number of the others: `1, 2 and 30 more`."""
+    shown = ", ".join(map(str, items[:_JOINED_MAX]))
+    return f"{shown} and {len(items) - _JOINED_MAX} more" if len(items) > _JOINED_MAX else shown
+
+
 def human_seconds(seconds: float) -> str:
-    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`."""
+    """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`, `3 d`."""
     if seconds < 60:  # noqa: PLR2004  # a minute
         return f"{seconds:.0f} s"
     minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 60 else f"{minutes / 60:.1f} h"  # noqa: PLR2004  # an hour
+    if minutes < 60:  # noqa: PLR2004  # an hour
+        return f"{minutes:.0f} min"
+    return f"{minutes / 60:.1f} h" if minutes < 2880 else f"{minutes / 1440:.0f} d"  # noqa: PLR2004  # two days

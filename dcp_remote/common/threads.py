@@ -171,7 +171,7 @@ class Cancellation:
     def __init__(self) -> None:
         """Begin uncancelled."""
         self._is_cancelled = threading.Event()
-        self.clock = Clock(self._monotonic, self._pause)
+        self.clock = Clock(self._monotonic, self._is_cancelled.wait)
 
     def cancel(self) -> None:
         """Cancel all retries that use this clock."""
@@ -179,6 +179,3 @@ class Cancellation:
 
     def _monotonic(self) -> float:
         return math.inf if self._is_cancelled.is_set() else time.monotonic()
-
-    def _pause(self, seconds: float) -> None:
-        self._is_cancelled.wait(seconds)

@@ -7,10 +7,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -20,17 +18,8 @@ _INTEGRATIONS = f"{_PACKAGE}integrations{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _STANDARD_LIBRARY = f"{Path(threading.__file__).parent}{os.sep}"
 
-# Lines that faulthandler writes: the head of a thread, then its frames, innermost first, a hundred at most.
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+) ")
-_FRAME = re.compile(r'  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)')
-
-
-class _Frame(NamedTuple):
-    """Frame of a thread, as faulthandler writes it: what is not ASCII is escaped."""
-
-    path: str
-    line: str
-    function: str
+# Frame of a thread, as faulthandler writes it: innermost first, a hundred at most.
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +43,31 @@ def position_of(thread: threading.Thread) -> CallPosition:
     (`sys._current_frames`) would be cheaper, but to walk them while their thread runs crashes Python 3.11
     (cpython#111363); faulthandler makes none, and keeps the GIL.
     """
-    where, is_calling = "", False
-    for path, line, function in _frames_of(thread):
-        if where and is_calling:
-            break
-        is_own = path.startswith(_escaped(_PACKAGE)) and not path.startswith(_escaped(_INTEGRATIONS))
-        is_calling = is_calling or is_own
-        if not where and not _is_library(path):
-            where = f"{function} ({path.rpartition(os.sep)[2]}:{line})"
-    return CallPosition(where, is_calling)
+    frames = _FRAME.findall(_stack_of(thread))
+    users = [
+        f"{function} ({path.rpartition(os.sep)[2]}:{line})" for path, line, function in frames if not _is_library(path)
+    ]
+    return CallPosition(users[0] if users else "", any(_is_call(path) for path, _, _ in frames))
 
 
-def _frames_of(thread: threading.Thread) -> Iterator[_Frame]:
-    """Yield the frames of a thread, innermost first; none if the thread has ended."""
+def _stack_of(thread: threading.Thread) -> str:
+    """Return the frames of a thread as faulthandler writes them; "" if the thread has ended."""
     # The identifier of a thread that has ended may be that of another thread by now.
     if not thread.is_alive():
-        return
+        return ""
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            text = file.read().decode("ascii", "replace")
+            threads = file.read().decode("ascii", "replace").split("\n\n")
     except OSError:  # no folder for temporary files, or a full one; the position only completes a message
-        return
-    is_thread = False
-    for line in text.splitlines():
-        if head := _THREAD.match(line):
-            is_thread = int(head["ident"], 16) == thread.ident
-        elif is_thread and (frame := _FRAME.fullmatch(line)):
-            yield _Frame(frame["path"], frame["line"], frame["function"])
+        return ""
+    head = re.compile(f"(Current thread|Thread) 0x0*{thread.ident:x} ")
+    return next((stack for stack in threads if head.match(stack)), "")
+
+
+def _is_call(path: str) -> bool:
+    return path.startswith(_escaped(_PACKAGE)) and not path.startswith(_escaped(_INTEGRATIONS))
 
 
 def _is_library(path: str) -> bool:
@@ -91,5 +76,5 @@ def _is_library(path: str) -> bool:
 
 
 def _escaped(path: str) -> str:
-    """Return a path as faulthandler writes it."""
+    """Return a path as faulthandler writes it: what is not ASCII is escaped."""
     return path.encode("ascii", "backslashreplace").decode()

@@ -16,17 +16,18 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.coordination.failure_detector import FailureDetector
-from dcp_remote.coordination.heartbeat import one_line
+from dcp_remote.coordination.heartbeat import POLLING_SECONDS, one_line
 from dcp_remote.coordination.key_value import Client, HelperClient
 from dcp_remote.coordination.member import GroupMember
-from dcp_remote.coordination.messages import CollectiveKeys
-from dcp_remote.coordination.outcome import Outcome
+from dcp_remote.coordination.messages import CollectiveKeys, Commit
+from dcp_remote.coordination.outcome import Cancelled, Outcome, Phase, Terms
 from dcp_remote.errors import DcpRemoteError
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,11 @@ V = TypeVar("V")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Pauses between two looks for a key: short at first, for ranks that arrive together; then as many looks as the store
-# bears. It does 6,800 a second for one client (loopback), so 2,000 for all of them leave it time for torch.
-_FIRST_PAUSE_SECONDS = 0.005
+# Answers of the coordinator by their receiver: a rank, a group of ranks (`of-<n>`), or all (None).
+_Answers: TypeAlias = dict[int | str | None, object]
+
+# Longest pause between two looks for a key, and looks of all ranks together, of which the store does 6,800 a second for
+# one client (loopback): 2,000 leave it time for torch.
 _PAUSE_SECONDS_MAX = 0.25
 _LOOKS_PER_SECOND = 2000
 
@@ -62,15 +65,9 @@ class Collective:
     Args:
         member: This rank as a member of the group.
         keys: Keys of the operation, by the number that this rank has counted.
-        seconds: Seconds until the deadline, from now on.
-        silence_seconds: Seconds of silence that end the operation: of another rank, the store, or this process.
-        arrival_seconds: Seconds after which a rank that has not begun the operation ends it.
-        left_seconds: Returns the seconds left for work before this process is killed.
-        failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
-        timed_out: Class of the error that is raised at the deadline.
+        terms: Times of the operation, and the classes of its errors.
         on_renumber: Called with the new number if the operation goes by another one.
         on_leave: Called when this rank has left the operation.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         what: Name of the operation.
@@ -82,39 +79,21 @@ class Collective:
         self,
         member: GroupMember,
         keys: CollectiveKeys,
+        terms: Terms,
         *,
-        seconds: float,
-        silence_seconds: float,
-        arrival_seconds: float,
-        left_seconds: Callable[[], float],
-        failed: type[DcpRemoteError],
-        timed_out: type[DcpRemoteError],
         on_renumber: Callable[[Collective, int], None],
         on_leave: Callable[[Collective], None],
-        clock: Callable[[], float],
     ) -> None:
         """Start the deadline; other ranks hear of the operation by `RankGroup.begin`."""
         self._member = member
         self._heartbeat = member.heartbeat
-        self._outcome = Outcome(
-            member,
-            keys,
-            seconds=seconds,
-            silence_seconds=silence_seconds,
-            left_seconds=left_seconds,
-            failed=failed,
-            timed_out=timed_out,
-            on_renumber=partial(on_renumber, self),
-            clock=clock,
-        )
-        self._failure_detector = FailureDetector(
-            member, self._outcome, silence_seconds=silence_seconds, arrival_seconds=arrival_seconds
-        )
+        self._outcome = Outcome(member, keys, terms, on_renumber=partial(on_renumber, self))
+        self._failure_detector = FailureDetector(member, self._outcome)
         self.what = keys.what
-        self.failed = failed
+        self.failed = terms.failed
         self.deadline = self._outcome.deadline
         self._on_leave = on_leave
-        self._pause_seconds_max = max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND)
+        self._polling = RetryPolicy(POLLING_SECONDS, max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND))
         self._client: HelperClient | None = None
         self._round = 0
         # On the coordinator: keys of the answers that are in the store.
@@ -134,18 +113,18 @@ class Collective:
         cancelled, keys = outcome.leave(), outcome.keys
         if self._member.is_coordinator:
             unread = self._failure_detector.unread_keys(keys) if error is not None else []
-            verdicts = [keys.verdict] if outcome.has_met else []
-            self._member.note_left_keys(keys.number, [keys.failed, *verdicts, *self._answer_keys, *unread])
-            if not outcome.has_met:
-                self._member.note_verdict(keys.number, keys.verdict)
+            self._member.note_left_keys(keys.number, [keys.failed, *unread])
+            self._member.note_answers(keys.number, [keys.verdict, *self._answer_keys])
             if self._heartbeat is not None and self._heartbeat.is_asked:
                 self._heartbeat.enqueue(self._heartbeat.stop_asking)
             if error is not None and self._heartbeat is not None:
                 # An operation that fails before its first round deletes nothing by itself.
                 self._heartbeat.enqueue(lambda client: self._member.delete_left_keys(client, keys.number - 1))
         if error is not None and cancelled is None:
-            is_unknown = outcome.is_committing and not isinstance(error, DcpRemoteError)
-            outcome.post_verdict(outcome.error_for_others(error), coordinator_lost=is_unknown)
+            # A `DcpRemoteError` of the commit says itself whether it was carried out; any other error does not.
+            in_commit = Commit.POSSIBLE if isinstance(error, DcpRemoteError) else Commit.UNKNOWN
+            commit = in_commit if outcome.is_committing else Commit.NEVER
+            outcome.post_verdict(Cancelled(outcome.error_for_others(error), commit))
         if self._client is not None:
             self._member.return_client(self._client)
         self._on_leave(self)
@@ -154,7 +133,7 @@ class Collective:
         if error is not None and cancelled is not None and error is not cancelled and not is_unchanged:
             raise _copy_error(cancelled, error) from error
 
-    # ---- for those who take part
+    # ---- for callers
 
     @property
     def number(self) -> int:
@@ -178,12 +157,13 @@ class Collective:
         The coordinator fell silent, or the store is gone; or the coordinator was committing, and never said how that
         ended. Always False on the coordinator.
         """
-        return self._outcome.coordinator_lost
+        return not self._member.is_coordinator and self._commit is Commit.UNKNOWN
 
     @property
     def is_unattended(self) -> bool:
         """True if the operation was cancelled because some rank did not come to it; the same on all ranks that did."""
-        return self._outcome.is_unattended
+        cancelled = self._outcome.cancelled
+        return cancelled is not None and cancelled.is_unattended
 
     @property
     def is_committing(self) -> bool:
@@ -195,7 +175,13 @@ class Collective:
         """True if the operation failed, and it is certain that the coordinator has not committed and never will."""
         if self._member.is_coordinator:
             return not self._outcome.is_committing
-        return self._outcome.ended_before_commit
+        return self._commit is Commit.NEVER
+
+    @property
+    def _commit(self) -> Commit | None:
+        """State of the coordinator's commit as another rank knows it; None while the operation goes on."""
+        cancelled = self._outcome.cancelled
+        return None if cancelled is None else cancelled.commit
 
     def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which other ranks show if this one is late or falls silent."""
@@ -216,14 +202,12 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-        self._begin_round()
-        if self._heartbeat is None:
-            return decide([value])
-        if not self._member.is_coordinator:
-            return self._contribute(value, shared=True)  # type: ignore[no-any-return]  # what `decide` returned there
-        answer = decide(self._collect(value))
-        self._publish({self._outcome.keys.answer(self._round): answer})
-        return answer
+
+        def decide_for_all(values: list[V]) -> tuple[R, _Answers]:
+            answer = decide(values)
+            return answer, {None: answer}
+
+        return self._take_round(value, decide_for_all, shared=True)
 
     def scatter(self, value: V, decide: Callable[[list[V]], Sequence[R]]) -> R:
         """Send every rank's value to the coordinator, and return on each rank its own of the answers.
@@ -235,15 +219,13 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-        self._begin_round()
-        if self._heartbeat is None:
-            return decide([value])[0]
-        if not self._member.is_coordinator:
-            return self._contribute(value, shared=False)  # type: ignore[no-any-return]  # as above
-        answers = decide(self._collect(value))
-        assert len(answers) == self._member.world_size, "one answer for each rank"
-        self._publish({self._outcome.keys.answer(self._round, rank): answers[rank] for rank in range(1, len(answers))})
-        return answers[0]
+
+        def decide_for_each(values: list[V]) -> tuple[R, _Answers]:
+            own, *others = decide(values)
+            assert len(others) == len(values) - 1, "one answer for each rank"
+            return own, dict(enumerate(others, start=1))
+
+        return self._take_round(value, decide_for_each, shared=False)
 
     def scatter_grouped(self, value: V, decide: Callable[[list[V]], tuple[Sequence[R], Sequence[int]]]) -> R:
         """Send every rank's value to the coordinator, and return on each rank an answer that many ranks may share.
@@ -257,23 +239,18 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-        self._begin_round()
-        if self._heartbeat is None:
-            answers, numbers = decide([value])
-            return answers[numbers[0]]
+
+        def decide_for_groups(values: list[V]) -> tuple[R, _Answers]:
+            answers, (own, *others) = decide(values)
+            # Numbers are put after the answers, so that a rank that has been told its number finds the answer.
+            of_groups: _Answers = {f"of-{number}": answer for number, answer in enumerate(answers)}
+            return answers[own], {**of_groups, **dict(enumerate(others, start=1))}
+
+        found = self._take_round(value, decide_for_groups, shared=False)
         if self._member.is_coordinator:
-            answers, numbers = decide(self._collect(value))
-            keys = self._outcome.keys
-            messages: dict[str, object] = {
-                keys.answer(self._round, f"of-{number}"): answer for number, answer in enumerate(answers)
-            }
-            # Put after the answers, so that a rank that has been told its number finds the answer of that number.
-            messages |= {keys.answer(self._round, rank): numbers[rank] for rank in range(1, len(numbers))}
-            self._publish(messages)
-            return answers[numbers[0]]
-        number = self._contribute(value, shared=False)
+            return found
         keys = self._outcome.keys
-        data = self._receive(keys.answer(self._round, f"of-{number}"), keys, shared=True)
+        data = self._receive(keys.answer(self._round, f"of-{found}"), keys, shared=True)
         if data is None:
             raise self.failed(f"This rank is behind: {self.what} is over for the others.")
         return pickle.loads(data)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
@@ -307,7 +284,7 @@ class Collective:
             self._ask(outcome.read_verdict)
         if outcome.time_limit.expired():
             message = f"The deadline passed before {self.what} was committed; it was given up."
-            outcome.end(outcome.timed_out(message, rank=0))
+            outcome.end(outcome.terms.timed_out(message, rank=0))
         outcome.enter_commit()
 
     def abort(self, why: str) -> bool:
@@ -352,14 +329,29 @@ class Collective:
 
     def cancel(self, error: DcpRemoteError) -> None:
         """Cancel the operation here, without telling the others; not in the commit phase."""
-        self._outcome.cancel(error)
+        self._outcome.cancel(Cancelled(error))
 
     # ---- rounds, in the thread of the block
 
-    def _begin_round(self) -> None:
+    def _take_round(self, value: V, decide: Callable[[list[V]], tuple[R, _Answers]], *, shared: bool) -> R:
+        """Send every rank's value to the coordinator, and return the answer to this rank.
+
+        Args:
+            value: Value of this rank.
+            decide: Called on the coordinator; returns the answer to itself, and those to the others.
+            shared: The other ranks wait for the answer to all, not each for its own.
+        """
         self._outcome.raise_if_cancelled()
         self._round += 1
-        self._outcome.is_committing = False  # the others are needed again
+        if self._outcome.is_committing:
+            self._outcome.phase = Phase.MET  # the others are needed again
+        if self._heartbeat is None:
+            return decide([value])[0]
+        if not self._member.is_coordinator:
+            return self._contribute(value, shared=shared)  # type: ignore[no-any-return]  # what `decide` made there
+        own, others = decide(self._collect(value))
+        self._publish({self._outcome.keys.answer(self._round, to): answer for to, answer in others.items()})
+        return own
 
     def _contribute(self, value: object, *, shared: bool) -> Any:
         """Send this rank's value and return the answer; send again under each new number of the operation.
@@ -374,11 +366,10 @@ class Collective:
             self._outcome.raise_if_cancelled()
             keys = self._outcome.keys
             key = keys.contribution(self._round, rank)
-            self._outcome.contributed_keys = keys  # from now on there may be an answer under these keys
             self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]  # mypy infers no default
             answer = self._receive(keys.answer(self._round, None if shared else rank), keys, shared=shared)
             if answer is not None:
-                self._outcome.has_met = True
+                self._outcome.phase = Phase.MET
                 return pickle.loads(answer)  # noqa: S301  # of a rank of this job
 
     def _receive(self, key: str, keys: CollectiveKeys, *, shared: bool) -> bytes | None:
@@ -387,7 +378,7 @@ class Collective:
             answer = self._ask(lambda client: client.get(key) if shared else client.take_many([key])[0])
             if answer:
                 return answer
-            # Deleted since it was seen: the coordinator is two operations on, which the next look finds out.
+            # Deleted since it was seen: the coordinator is over 64 operations on, which the next look finds out.
         return None
 
     def _collect(self, value: V) -> list[V]:
@@ -398,7 +389,7 @@ class Collective:
         while values is None:
             values = self._collect_under(self._outcome.keys, value)
         self._failure_detector.is_waiting = False
-        self._outcome.has_met = True
+        self._outcome.phase = Phase.MET
         return values
 
     def _collect_under(self, keys: CollectiveKeys, value: V) -> list[V] | None:
@@ -432,10 +423,11 @@ class Collective:
         data = {key: pickle.dumps(answer) for key, answer in answers.items()}
         if not self._outcome.is_committing:
             self._outcome.raise_if_cancelled()
-        old_keys, self._answer_keys = self._answer_keys, list(data)
+        old_keys, self._answer_keys = self._answer_keys, [*self._answer_keys, *data]
         self._failure_detector.expect(self._round + 1, range(1, self._member.world_size))
         try:
             self._ask(partial(self._put_answers, data, old_keys))
+            self._answer_keys = list(data)
         except DcpRemoteError as error:
             if not self._outcome.is_committing:
                 raise
@@ -466,7 +458,7 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled.
         """
-        outcome, pause_seconds = self._outcome, _FIRST_PAUSE_SECONDS
+        outcome, pauses = self._outcome, self._polling.growing_delays()
         while outcome.keys is keys:
             status = outcome.coordinator_status()
             if self._ask(lambda client: client.has(wanted)):
@@ -477,12 +469,11 @@ class Collective:
                 status is not None
                 and outcome.has_rank_left(status)
                 and not self._ask(outcome.read_verdict)
-                and not outcome.follow(status)
+                and not outcome.skip_deleted_verdicts(status)
             ):
                 outcome.end_without_verdict(status, keys)
             outcome.raise_if_cancelled()
-            outcome.wait(pause_seconds)
-            pause_seconds = min(1.5 * pause_seconds, self._pause_seconds_max)
+            outcome.wait(next(pauses))
         return False
 
     def _ask(self, request: Callable[[Client], T]) -> T:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.member import GroupMember
-from dcp_remote.coordination.messages import CollectiveKeys
+from dcp_remote.coordination.messages import CollectiveKeys, Commit
 from dcp_remote.coordination.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -28,27 +28,22 @@ _WARN_SECONDS = 30.0
 
 
 class FailureDetector:
-    """Ends an operation by an error that names the ranks which keep it from going on.
+    """Detector that ends an operation by an error that names the ranks which keep it from going on.
 
     Args:
         member: This rank as a member of the group.
         outcome: Outcome of the operation.
-        silence_seconds: Seconds of silence after which a rank that was heard before ends the operation.
-        arrival_seconds: Seconds after which a rank that has not begun the operation ends it.
 
     Attributes:
         is_waiting: True on a coordinator that waits for contributions.
     """
 
-    def __init__(
-        self, member: GroupMember, outcome: Outcome, *, silence_seconds: float, arrival_seconds: float
-    ) -> None:
+    def __init__(self, member: GroupMember, outcome: Outcome) -> None:
         """Expect all contributions to the first round."""
         self._member = member
         self._heartbeat = member.heartbeat
         self._outcome = outcome
-        self._silence_seconds = silence_seconds
-        self._arrival_seconds = arrival_seconds
+        self._terms = outcome.terms
         # On the coordinator: the round, and the ranks whose contributions to it are not read yet.
         self._missing: tuple[int, Sequence[int]] = (1, range(1, member.world_size))
         self.is_waiting = False
@@ -75,11 +70,8 @@ class FailureDetector:
         self._ask_positions(client)
         if not self._member.is_coordinator:
             status = outcome.coordinator_status()
-            # A rank that has contributed may have its answer, which only the thread that waits for it looks for: to
-            # follow here would take the answer of the coordinator's next operation of the same name.
-            has_contributed = outcome.contributed_keys is outcome.keys
-            if not outcome.read_verdict(client) and status is not None and not has_contributed:
-                outcome.follow(status)
+            if not outcome.read_verdict(client) and status is not None:
+                outcome.skip_deleted_verdicts(status)
             self._end_if_silent()
             self._end_if_absent(client, [0])
         elif not outcome.is_committing and not outcome.read_verdict(client):
@@ -90,28 +82,28 @@ class FailureDetector:
                 self._end_as_late(client)
 
     def check_arrival(self) -> None:
-        """As `check`, before the coordinator has come and there is a store: only the coordinator can be absent."""
+        """Check before the coordinator has come and there is a store: only the coordinator can be absent."""
         self._outcome.check_time_and_store()
         if not self._outcome.has_left and self._outcome.error is None:
             self._end_if_absent(None, [0])
 
     def _ask_positions(self, client: Client) -> None:
-        """Ask once where the others are, if they do not come soon; whoever is in a call of this package is coming."""
+        """Ask once where others are, if they do not come soon. A rank that is in a call of this package is coming."""
         seconds = self._outcome.time_limit.elapsed_seconds()
         if not self._has_asked and not self._outcome.has_met:
             assert self._heartbeat is not None, "called by the heartbeat"
-            if seconds >= min(_ASK_SECONDS, _ASK_SHARE * self._arrival_seconds):
+            if seconds >= min(_ASK_SECONDS, _ASK_SHARE * self._terms.arrival_seconds):
                 self._has_asked = True
                 self._heartbeat.ask_positions(client)
 
     def _end_if_silent(self) -> None:
         """End the operation if a watched rank has fallen silent."""
         assert self._heartbeat is not None, "called by the heartbeat"
-        outcome, silent = self._outcome, self._heartbeat.silent_ranks(self._silence_seconds)
+        outcome, silent = self._outcome, self._heartbeat.silent_ranks(self._terms.silence_seconds)
         if silent:
             subject = f"{outcome.name_ranks(list(silent))} {'has' if len(silent) == 1 else 'have'}"
             message = f"{subject} been silent for {max(silent.values()):.0f} s; {outcome.what} was given up."
-            outcome.end(outcome.failed(message, **outcome.rank_details(list(silent))), coordinator_lost=True)
+            outcome.end(self._terms.failed(message, **outcome.rank_details(list(silent))), commit=Commit.UNKNOWN)
 
     def _end_if_absent(self, client: Client | None, ranks: Sequence[int]) -> None:
         """End the operation if a rank does not come to it: no rank under `if rank == 0` ever will.
@@ -126,7 +118,11 @@ class FailureDetector:
         outcome, missing = self._outcome, self._missing
         keys = outcome.keys
         seconds = outcome.time_limit.elapsed_seconds()
-        if outcome.has_met or outcome.error is not None or seconds < min(self._arrival_seconds, self._warn_seconds):
+        if (
+            outcome.has_met
+            or outcome.error is not None
+            or seconds < min(self._terms.arrival_seconds, self._warn_seconds)
+        ):
             return
         absent = [rank for rank in ranks if not self._is_coming(rank)]
         if client is not None and self._member.is_coordinator:
@@ -139,7 +135,7 @@ class FailureDetector:
         begin = (
             f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {outcome.name_rank(self._member.rank)}"
         )
-        if seconds < self._arrival_seconds:
+        if seconds < self._terms.arrival_seconds:
             self._warn_seconds = math.inf
             logger.warning("%s, which goes on waiting. now=%s", begin, self._positions(absent))
             return
@@ -147,7 +143,7 @@ class FailureDetector:
             f"{begin}; it was given up. Call save and restore on every rank, not under `if rank == 0`; if ranks may be "
             "that far apart, pass a larger arrival_seconds."
         )
-        error = outcome.timed_out(message, **outcome.rank_details(absent), now=self._positions(absent))
+        error = self._terms.timed_out(message, **outcome.rank_details(absent), now=self._positions(absent))
         outcome.end(error, is_unattended=True, keys=keys)
 
     def _is_coming(self, rank: int) -> bool:
@@ -169,14 +165,16 @@ class FailureDetector:
     def _end_if_elsewhere(self) -> None:
         """End the operation if the coordinator waits for the contribution of a rank that will never give it."""
         outcome, keys = self._outcome, self._outcome.keys
-        never: list[int] = []
+        never, names = list[int](), set[str]()
         for rank in self._missing[1] if self.is_waiting else ():
             status = None if self._heartbeat is None else self._heartbeat.last(rank)
             if status is None:
                 continue
+            if status.operation == keys.number:
+                names.add(status.what)
             if outcome.has_rank_left(status):
                 never.append(rank)
-            elif status.is_inside and status.operation == outcome.keys.number and status.what != outcome.what:
+            elif status.is_inside and status.operation == keys.number and status.what != outcome.what:
                 # The rank may be about to leave the other operation; two heartbeats later it has said that it stays.
                 if status.count >= self._elsewhere.setdefault(rank, status.count) + 2:
                     never.append(rank)
@@ -187,7 +185,7 @@ class FailureDetector:
                 f"{outcome.name_ranks(never)} did something else instead of {outcome.what}, which was given up. Every "
                 f"rank must make the same calls: where values decide, decide on one rank and broadcast its decision."
             )
-            outcome.end(outcome.failed(message, **outcome.rank_details(never)), any_operation=True, keys=keys)
+            outcome.end(self._terms.failed(message, **outcome.rank_details(never)), also=names, keys=keys)
 
     def _end_as_late(self, client: Client) -> None:
         """End the operation at its deadline, naming the ranks without a contribution, or the coordinator itself."""
@@ -201,5 +199,5 @@ class FailureDetector:
         if is_coordinator_late or not late:
             late.insert(0, 0)
         message = f"{outcome.name_ranks(late)} did not report by the deadline; {outcome.what} was given up."
-        error = outcome.timed_out(message, **outcome.rank_details(late))
+        error = self._terms.timed_out(message, **outcome.rank_details(late))
         outcome.end(error, is_unattended=not outcome.has_met)

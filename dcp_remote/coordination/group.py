@@ -29,6 +29,7 @@ from dcp_remote.coordination.incarnation import incarnation_of
 from dcp_remote.coordination.key_value import Client, StoreAddress, address_of
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.coordination.use_counter import UseCounter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 
@@ -69,8 +70,7 @@ class RankGroup:
         self.world_size = world_size
         self.is_coordinator = rank == 0
         self._store_address = store_address if isinstance(store, UseCounter) else address_of(store)
-        self._member = GroupMember(rank, world_size)
-        self._clock = clock
+        self._member = GroupMember(rank, world_size, clock)
         self._number = 0
         self._collective: Collective | None = None
         self._is_closed = False
@@ -180,29 +180,10 @@ class RankGroup:
         """Stop calling a function that `add_look` added."""
         self._looks = [kept for kept in self._looks if kept != look]
 
-    def prepare(
-        self,
-        what: str,
-        *,
-        seconds: float,
-        silence_seconds: float = 60.0,
-        arrival_seconds: float = math.inf,
-        left_seconds: Callable[[], float] = lambda: math.inf,
-        failed: type[DcpRemoteError],
-        timed_out: type[DcpRemoteError],
-    ) -> Collective:
+    def prepare(self, what: str, terms: Terms) -> Collective:
         """Return a collective operation that all ranks begin, in the same order; no rank hears of it before `begin`.
 
-        Args:
-            what: Name of the operation in errors, such as "the save of step 100".
-            seconds: Seconds until its deadline, from now on.
-            silence_seconds: Seconds of silence after which a rank that was heard before fails the operation, and so
-                does a store that does not answer.
-            arrival_seconds: Seconds from now after which a rank that has not begun the operation fails it, unless its
-                heartbeat shows that it is in another call of this package.
-            left_seconds: Returns the seconds left for work before this process is killed.
-            failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
-            timed_out: Class of the error that is raised at the deadline.
+        Its name is for errors, such as "the save of step 100"; its time begins now.
 
         Raises:
             InvalidArgumentError: This group is closed, or its last operation has not ended.
@@ -217,15 +198,9 @@ class RankGroup:
         return Collective(
             self._member,
             CollectiveKeys(self._number + 1, one_line(what)),
-            seconds=seconds,
-            silence_seconds=silence_seconds,
-            arrival_seconds=arrival_seconds,
-            left_seconds=left_seconds,
-            failed=failed,
-            timed_out=timed_out,
+            terms,
             on_renumber=self._renumber,
             on_leave=self._leave,
-            clock=self._clock,
         )
 
     def begin(self, collective: Collective) -> None:
@@ -284,7 +259,7 @@ class RankGroup:
             while_waiting=self._check_arrival,
             farewell=self._may_stop,
             look=self._look,
-            clock=self._clock,
+            clock=self._member.clock,
         )
 
     def _note_missed_use(self, uses: UseCounter, seconds: float, *, is_told: bool) -> None:

@@ -86,7 +86,7 @@ class Client:
     def shut_down(self) -> None:
         """End the connection from another thread: a request that waits for an answer raises at once.
 
-        A thread that were left behind in a request would end the process by SIGABRT if its answer came while the
+        A thread left behind in a request would end the process by SIGABRT if its answer came while the
         interpreter shuts down. Does nothing where the socket was not found, which torch does not give away.
         """
         address = address_of(self._store)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client, HelperClient
 
-# Operations that not all ranks came to, of which the coordinator's verdicts are kept: by these a rank that missed some
-# finds out how many.
-VERDICTS_KEPT = 64
+# Operations whose answers and verdicts are kept until all ranks meet again: a rank that is slow reads what it was sent,
+# and one that missed operations finds out how many.
+OPERATIONS_KEPT = 64
 
 
 class GroupMember:
@@ -19,25 +19,28 @@ class GroupMember:
     Args:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
+        clock: Monotonic clock, in seconds.
 
     Attributes:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
+        clock: Monotonic clock, in seconds.
         is_coordinator: True on rank 0.
         heartbeat: Heartbeat of this rank; None if it is the only one, or before the first operation.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, clock: Callable[[], float]) -> None:
         """Ask the store nothing."""
         self.rank = rank
         self.world_size = world_size
+        self.clock = clock
         self.is_coordinator = rank == 0
         self.heartbeat: Heartbeat | None = None
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle_client: HelperClient | None = None
-        self._leftovers: dict[int, list[str]] = {}
-        self._verdicts: dict[int, str] = {}
+        self._leftovers: dict[str, int] = {}  # number of the operation, by key
+        self._answers: dict[str, int] = {}  # the same
 
     def take_client(self) -> HelperClient:
         """Return a client for the thread of an operation: the idle one, or another."""
@@ -56,16 +59,19 @@ class GroupMember:
             client.close()
 
     def note_left_keys(self, operation: int, keys: Iterable[str]) -> None:
-        """Note keys that an operation may have left in the store; coordinator only. A single rank has no store."""
-        with self._lock:
-            if self.world_size > 1:
-                self._leftovers.setdefault(operation, []).extend(keys)
+        """Note keys that an operation has left in the store, and that other ranks do not read; coordinator only.
 
-    def note_verdict(self, operation: int, key: str) -> None:
-        """Note the verdict on an operation that not all ranks came to, for ranks that come later; coordinator only."""
+        A single rank has no store.
+        """
         with self._lock:
             if self.world_size > 1:
-                self._verdicts[operation] = key
+                self._leftovers.update(dict.fromkeys(keys, operation))
+
+    def note_answers(self, operation: int, keys: Iterable[str]) -> None:
+        """Note keys of an operation that other ranks may still have to read: answers, a verdict; coordinator only."""
+        with self._lock:
+            if self.world_size > 1:
+                self._answers.update(dict.fromkeys(keys, operation))
 
     def delete_left_keys(self, client: Client, before: int, *, have_all_come: bool = False) -> None:
         """Delete the keys that operations before number `before` left in the store.
@@ -73,13 +79,18 @@ class GroupMember:
         Args:
             client: Client of the store.
             before: Number of the first operation whose keys are kept.
-            have_all_come: All ranks are in operation `before`, or none will come to an earlier one: no verdict is kept.
+            have_all_come: All ranks are in operation `before`, or none will come to an earlier one. Else the answers
+                and verdicts of at least the last 64 operations are kept: some rank may not have read them.
         """
-        verdicts_before = before if have_all_come else before - VERDICTS_KEPT
+        answers_before = before if have_all_come else before - OPERATIONS_KEPT
         with self._lock:
-            old = [key for number in _numbers_below(self._leftovers, before) for key in self._leftovers.pop(number)]
-            old += [self._verdicts.pop(number) for number in _numbers_below(self._verdicts, verdicts_before)]
+            old = [key for key, operation in self._leftovers.items() if operation < before]
+            old += [key for key, operation in self._answers.items() if operation < answers_before]
         client.delete(old)
+        with self._lock:  # only now: a connection that breaks leaves the keys to the next call
+            for key in old:
+                self._leftovers.pop(key, None)
+                self._answers.pop(key, None)
 
     def close(self) -> None:
         """Close the idle client, and keep none from now on."""
@@ -88,7 +99,3 @@ class GroupMember:
             client, self._idle_client = self._idle_client, None
         if client is not None:
             client.close()
-
-
-def _numbers_below(by_number: Iterable[int], limit: int) -> list[int]:
-    return [number for number in by_number if number < limit]

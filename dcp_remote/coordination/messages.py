@@ -9,9 +9,9 @@ Below the prefix of the group, for operation k, whose name has the digest w, and
     k/failed          the verdict of the first rank that failed or gave up
     k/verdict         the verdict of the coordinator, if the operation did not end with its answers
 
-When operation k + 2 is under way nothing of operation k is left, whether it failed or not, but for what a rank that
-was stopped posts when it goes on; and for the verdicts on the last 64 operations to which not all ranks came, which are
-deleted once all ranks have met in a later one.
+When all ranks have met in a later operation nothing of operation k is left, whether it failed or not, but for what a
+rank that was stopped posts when it goes on. Until then answers and verdicts are kept, for ranks that have not read
+them, of at least the last 64 operations; what only the coordinator reads is deleted when operation k + 2 is under way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pickle
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from dcp_remote.errors import DcpRemoteError
 
@@ -67,25 +68,31 @@ class CollectiveKeys:
         return f"{self.number}-{zlib.crc32(self.what.encode(errors='replace')):08x}"
 
 
+class Commit(Enum):
+    """State of the coordinator's commit when an operation has ended by an error, as far as a rank knows."""
+
+    NEVER = auto()  # no commit can follow: a rank may delete the shards that it has put
+    POSSIBLE = auto()  # the error says what is known of the commit; a rank raises it, and keeps its shards
+    UNKNOWN = auto()  # only the object store tells: a rank looks for the commit in the run
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """End of an operation by an error, as it stands in the store.
 
     Attributes:
-        what: Name of the operation; "" ends every operation under the number.
+        names: Names of the operations that end, all of them under one number.
         text: Text of the error.
         data: The error, pickled separately, since only one rank may know its class.
-        coordinator_lost: True if no other rank can know what the coordinator did last.
-        is_committing: True if the coordinator was committing already.
+        commit: State of the coordinator's commit.
         is_unattended: True if some rank did not come to the operation.
     """
 
-    what: str
+    names: frozenset[str]
     text: str
     data: bytes
-    coordinator_lost: bool
-    is_committing: bool
-    is_unattended: bool = False
+    commit: Commit
+    is_unattended: bool
 
     def error(self, failed: type[DcpRemoteError]) -> DcpRemoteError:
         """Return the error; if it cannot be unpickled, an error of class `failed` with the same text."""

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
-
-# Ranks that a message lists.
-_RANKS_NAMED_MAX = 16
 
 # Text of torch's ValueError for two values with one name, before that name (`_nested_dict.py` of torch 2.13). torch
 # flattens a state before it gives anything to a writer, which therefore cannot refuse such a state itself.
@@ -46,9 +44,7 @@ def plain_errors() -> Iterator[None]:
             raise
         ranks = list(errors)
         if ranks != [0]:
-            named = ", ".join(map(str, ranks[:_RANKS_NAMED_MAX]))
-            more = f" and {len(ranks) - _RANKS_NAMED_MAX} more" if len(ranks) > _RANKS_NAMED_MAX else ""
-            first = first.with_details(failed_ranks=named + more)
+            first = first.with_details(failed_ranks=join_some(ranks))
         raise first from None
 
 

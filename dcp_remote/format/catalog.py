@@ -58,7 +58,7 @@ class Catalog:
     token: int = 0  # fencing token of the job that may commit
     floor: int = 0  # lowest revision at which a save that may still commit began; shards of older ones may be gone
     entries: tuple[Entry, ...] = ()  # live checkpoints by ascending step
-    holder: str = ""  # host, process and time of the job that took the token, for messages; "" if not known
+    holder: str = ""  # description of the job that took the token (`common/provenance.py`); "" if not known
     requires_to_write: tuple[str, ...] = ()  # features that a release must know to replace the catalog
 
     def entry_at(self, step: int) -> Entry | None:
@@ -138,7 +138,7 @@ def require_owner(catalog: Catalog, owner: Owner | None) -> None:
 def take_fence(catalog: Catalog, holder: str = "") -> Catalog:
     """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are.
 
-    The holder is host, process and time of the new job, for messages.
+    The holder is a description of the new job, for messages.
     """
     return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1, holder=holder)
 
@@ -206,6 +206,13 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
         return None
     floor = max(catalog.floor, *(entry.began_revision + 1 for entry in gone))
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
+
+
+def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog:
+    """Mark checkpoints as abandoned."""
+    rest = (entry for entry in catalog.entries if entry.save_id not in save_ids)
+    marked = (replace(entry, abandoned=True) for entry in catalog.entries if entry.save_id in save_ids)
+    return _with(catalog, [*rest, *marked])
 
 
 def thin_entry(

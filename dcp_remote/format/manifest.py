@@ -6,6 +6,7 @@ times: the numbers of a decoded `Manifest` need no further check.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -242,6 +243,14 @@ class Manifest:
         tensors = iter(self.tensors.names)
         for position in range(len(objects) + len(self.tensors.names)):
             yield objects[position] if position in objects else next(tensors)
+
+    def name_of_piece(self, piece: int) -> str:
+        """Return the name of the tensor or object that a piece belongs to."""
+        tensors = self.tensors
+        if piece >= int(tensors.piece_first[-1]):
+            return self.stored[bisect_right(self.stored, piece, key=lambda item: item.piece_first) - 1].name
+        chunk = int(tensors.piece_first.searchsorted(piece, side="right")) - 1
+        return tensors.names[int(tensors.chunk_first.searchsorted(chunk, side="right")) - 1]
 
     @property
     def total_bytes(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,31 +18,19 @@ from typing import Any
 from accelerate import Accelerator
 
 from dcp_remote import (
-    CheckpointManager,
     ModelState,
     Opaque,
     PerRank,
     RandomStates,
     Retention,
     is_remote,
-    training_state,
 )
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
+from dcp_remote.integrations import runs
+from dcp_remote.integrations.entries import leave_out
 from dcp_remote.integrations.folders import RemoteFolders, path_name_of
-from dcp_remote.integrations.runs import (
-    RankValue,
-    can_repeat,
-    find_checkpoint,
-    framework_words,
-    manager_of,
-    note_step,
-    require_settings,
-    restore_own,
-    split_path,
-    wait_for_saves,
-)
-from dcp_remote.integrations.wrappers import unwrap_optimizer
+from dcp_remote.integrations.runs import framework_words
+from dcp_remote.integrations.wrappers import one_or_named, training_parts, unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +88,7 @@ def save_state(
         CheckpointExistsError: The run has checkpoints that this job has not loaded, or another state of this step; see
             `CheckpointManager.save`, also for other errors.
     """
-    path = split_path(url)
+    path = runs.split_path(url)
     if step is None:
         number = re.search(r"\d+\Z", str(path.checkpoint))
         if number is None:
@@ -111,16 +98,16 @@ def save_state(
             )
         step = int(number[0])
     _require_supported(accelerator, accelerator._save_model_state_pre_hook)
-    owners = _owners_of(accelerator)
-    manager_of(path.run_url, **settings).save(
+    runs.save_step(
+        path.run_url,
         step,
         lambda: _saved_state(accelerator),
+        settings=settings,
+        owners=_owners_of(accelerator),
         name=(str(path.checkpoint), *names),
         overwrite=overwrite,
-        exist_ok=not overwrite and can_repeat(path.run_url, step, **owners),
-        wait=wait or "begun",
+        wait=wait,
     )
-    note_step(path.run_url, step, **owners)
     accelerator.project_configuration.iteration += 1
     return url
 
@@ -152,47 +139,29 @@ def load_state(accelerator: Accelerator, url: str, *, weights_only: bool = False
         InvalidArgumentError: Another number of objects or data loaders was saved than there are, or the accelerator has
             hooks that read files, or is of an unsupported kind.
     """
-    wait_for_saves()
-    path = find_checkpoint(url, **_storage_of(settings))
+    runs.wait_for_saves()
+    path = runs.find_checkpoint(url, **runs.storage_of(settings))
     _require_supported(accelerator, accelerator._load_model_state_pre_hook)
     if weights_only:
         models = [ModelState(model) for model in accelerator._models]
-        state = {"model": _engine_state(accelerator)["model"] if _is_deepspeed(accelerator) else _numbered(models)}
-        # A manager of its own: a save into this run may follow, with its settings.
-        with CheckpointManager(path.run_url, **settings) as looking:
-            loaded = looking.restore(
-                state,
-                path.checkpoint,
-                rename=keep_only("model"),
-                unexpected="ignore",
-                dtype="convert",
-                go_on=False,
-                must_exist=True,
-            )
-        assert loaded is not None
-        return loaded
-    manager = manager_of(path.run_url, **settings)
-    about, loaders = Opaque[Any](None), Opaque[Any](None)
+        model = (
+            _engine_state(accelerator)["model"] if _kind_of(accelerator) == "DEEPSPEED" else one_or_named(models) or {}
+        )
+        return runs.load_weights(path, model, settings)
+    manager = runs.manager_of(path.run_url, **settings)
     # First, since a checkpoint of another framework has none of these, and may yet have all that is trained.
-    restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: RankValue(loaders)}, path.checkpoint)
-    is_own, state = about.value is not None, _training(accelerator)
-    _require_same_objects(accelerator, about.value or {"custom": [], "loaders": accelerator._dataloaders}, url)
-    left_out = leave_out(ABOUT_KEY, LOADERS_KEY, *({"deepspeed"} - state.keys()))
-    step = manager.restore(
-        state,
-        path.checkpoint,
-        rename=leave_out_unused(state, left_out if is_own else keep_only(*state)),
-        # Such as options of groups, in which other frameworks put parameters of different weight decay.
-        unexpected="error" if is_own else "ignore",
-        dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
-        must_exist=True,
-    )
-    assert step is not None
-    if is_own:
-        _apply(accelerator, about.value, loaders.value, url)
-        note_step(path.run_url, step, **_owners_of(accelerator))
-    else:
+    about, positions = runs.read_own(manager, path.checkpoint, ABOUT_KEY, LOADERS_KEY)
+    is_own, state = about is not None, _training(accelerator)
+    _require_same_objects(accelerator, about or {"custom": [], "loaders": accelerator._dataloaders}, url)
+    if not is_own:
+        # Left out are such as options of groups, in which frameworks put parameters of different weight decay.
+        step = runs.restore_existing(manager, state, path.checkpoint, unexpected="ignore")
         logger.warning("%s: step %d was not saved by Accelerate: data loaders stay as they are", manager.url, step)
+        return step
+    rename = leave_out(state, ABOUT_KEY, LOADERS_KEY)
+    step = runs.restore_existing(manager, state, path.checkpoint, rename=rename)
+    _apply(accelerator, about, positions, url)
+    runs.note_step(path.run_url, step, **_owners_of(accelerator))
     return step
 
 
@@ -216,22 +185,20 @@ def enable(url: str | None = None, **settings: Any) -> None:
         url: URL of the run for folders; None leaves folders local.
         settings: Keyword arguments of `CheckpointManager` for all runs.
     """
-    require_settings(settings)
+    runs.require_settings(settings)
     folders = RemoteFolders(url) if url is not None else None
     disable()
-    Accelerator.save_state = _wrap_save(_save_locally, folders, settings)
-    Accelerator.load_state = _wrap_load(_load_locally, folders, settings)
+    Accelerator.save_state = _wrap_save(_OWN["save_state"], folders, settings)
+    Accelerator.load_state = _wrap_load(_OWN["load_state"], folders, settings)
     if folders is not None:
-        Accelerator.__init__ = _wrap_init(folders, settings)
-        for name, own in _register_hook.items():
-            setattr(Accelerator, name, _wrap_register(own, folders))
+        Accelerator.__init__ = _wrap_init(_OWN["__init__"], folders, settings)
+        for name in _REGISTER_HOOK:
+            setattr(Accelerator, name, _wrap_register(_OWN[name], folders))
 
 
 def disable() -> None:
     """Give back `Accelerator.save_state` and `load_state` of Accelerate, which refuse URLs."""
-    Accelerator.save_state, Accelerator.load_state = _save_locally, _load_locally
-    Accelerator.__init__ = _make_accelerator
-    for name, own in _register_hook.items():
+    for name, own in _OWN.items():
         setattr(Accelerator, name, own)
 
 
@@ -240,23 +207,20 @@ def disable() -> None:
 
 def _training(accelerator: Any) -> dict[str, Any]:
     """Return the state of models, optimizers, schedulers, scaler and random states; the same to save and to load."""
-    if _is_deepspeed(accelerator):
-        state = _engine_state(accelerator)
-        schedulers = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
-        own = training_state(
-            scheduler=_numbered(schedulers) if schedulers and "scheduler" not in state else None,
-            random_states=RandomStates(),
-        )
-        return state | own
-    scaler = accelerator.scaler
-    optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
-    return training_state(
-        model=_numbered(accelerator._models) or None,
-        optimizer=_numbered(optimizers) or None,
-        scheduler=_numbered(accelerator._schedulers) or None,
-        scaler=scaler if scaler is not None and scaler.is_enabled() else None,
+    engine = _engine_state(accelerator) if _kind_of(accelerator) == "DEEPSPEED" else {}
+    schedulers = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+    return training_parts(
+        engine,
+        models=accelerator._models,
+        optimizers=_optimizers(accelerator),
+        schedulers=[] if "scheduler" in engine else schedulers,
+        scaler=accelerator.scaler,
         random_states=RandomStates(),
     )
+
+
+def _optimizers(accelerator: Any) -> list[Any]:
+    return [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
 
 
 def _engine_state(accelerator: Any) -> dict[str, Any]:
@@ -271,13 +235,13 @@ def _engine_state(accelerator: Any) -> dict[str, Any]:
     return engine_state(accelerator._models[0])
 
 
-def _is_deepspeed(accelerator: Any) -> bool:
-    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)) == "DEEPSPEED"
+def _kind_of(accelerator: Any) -> str:
+    return str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
 
 
 def _owners_of(accelerator: Any) -> dict[str, Any]:
     """Return the optimizers, whose steps tell whether two saves are of one state, and the accelerator."""
-    optimizers = [unwrap_optimizer(optimizer) for optimizer in accelerator._optimizers]
+    optimizers = _optimizers(accelerator)
     own = {"accelerator": accelerator} if optimizers else {}
     return own | {str(number): optimizer for number, optimizer in enumerate(optimizers)}
 
@@ -365,13 +329,8 @@ def _is_stateful(loader: Any) -> bool:
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
-def _numbered(values: Sequence[Any]) -> Any:
-    """Return a value alone, or several by number; {} if there is none."""
-    return values[0] if len(values) == 1 else {str(number): value for number, value in enumerate(values)}
-
-
 def _require_supported(accelerator: Any, hooks: Mapping[Any, Any]) -> None:
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    kind = _kind_of(accelerator)
     if kind not in _SUPPORTED:
         raise InvalidArgumentError("Accelerators of this kind are not supported.", distributed_type=kind)
     if hooks:
@@ -394,29 +353,21 @@ _ABOUT_FILES = frozenset({"safe_serialization", "map_location"})
 def _wrap_save(save: Any, folders: RemoteFolders | None, settings: Mapping[str, Any]) -> Any:
     @functools.wraps(save)
     def wrapped(self: Any, output_dir: Any = None, *args: Any, step: int | None = None, **kwargs: Any) -> Any:
-        run_url, keeps = _automatic_run(self), {}
-        if run_url is not None:
-            iteration = self.project_configuration.iteration
-            return save_state(self, f"{run_url}/checkpoint_{iteration}", **{**_retention_of(self), **settings})
-        if self.project_configuration.automatic_checkpoint_naming and folders is not None:
-            output_dir, keeps = _automatic_folder(self), _retention_of(self)
+        automatic = _automatic_folder(self)
+        if automatic is not None and (folders is not None or is_remote(automatic)):
+            output_dir = f"{automatic}/checkpoint_{self.project_configuration.iteration}"
         is_folder = not is_remote(output_dir)
         if is_folder and (folders is None or not folders.is_active):
             if step is not None:
                 kwargs["step"] = step  # may be an option of the function that saves the model
             return save(self, output_dir, *args, **kwargs)
-        unknown = kwargs.keys() - _ABOUT_FILES
-        if unknown:
-            raise InvalidArgumentError(
-                "save_state to object storage takes no options of the functions that write folders.",
-                options=", ".join(sorted(unknown)),
-            )
+        _require_no_options(kwargs)
+        options = settings if automatic is None else {**_retention_of(self), **settings}
         if not is_folder or folders is None:
-            return save_state(self, str(output_dir), step, **settings)
+            return save_state(self, str(output_dir), step, **options)
         step = folders.next_step(output_dir) if step is None else step
         # Committed when the folder is there: of a folder that is found after a kill there is a checkpoint.
-        names = (path_name_of(output_dir),)
-        save_state(self, folders.url_of(output_dir), step, wait=True, names=names, **{**keeps, **settings})
+        save_state(self, folders.url_of(output_dir), step, wait=True, names=(path_name_of(output_dir),), **options)
         folders.note_step(step)
         folders.leave_note(output_dir, writes=self.is_local_main_process)
         return str(output_dir)
@@ -427,20 +378,16 @@ def _wrap_save(save: Any, folders: RemoteFolders | None, settings: Mapping[str, 
 def _wrap_load(load: Any, folders: RemoteFolders | None, settings: Mapping[str, Any]) -> Any:
     @functools.wraps(load)
     def wrapped(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        run_url = _automatic_run(self)
-        if run_url is None and folders is not None and self.project_configuration.automatic_checkpoint_naming:
-            run_url = folders.url if folders.is_active else None
+        run_url = _automatic_folder(self)
+        if run_url is not None and not is_remote(run_url):
+            run_url = folders.url if folders is not None and folders.is_active else None
         url = run_url if input_dir is None else input_dir
         is_folder = not is_remote(url) and url != run_url
         if is_folder and (folders is None or not folders.stands_for(input_dir, files=_OWN_FILES)):
             return load(self, input_dir, *args, **kwargs)
-        if kwargs.keys() - _ABOUT_FILES or any(args):
-            raise InvalidArgumentError(
-                "load_state from object storage takes no options of the functions that read folders.",
-                options=", ".join(sorted(kwargs.keys() - _ABOUT_FILES)) or "load_kwargs",
-            )
+        _require_no_options(kwargs, *args)
         if is_folder and folders is not None:
-            url = folders.saved_url_of(input_dir, **_storage_of(settings))
+            url = folders.saved_url_of(input_dir, **runs.storage_of(settings))
         # The manager of the run that is saved to afterwards, which cannot be given a retention then.
         keeps = _retention_of(self) if run_url is not None and f"{url}/".startswith(f"{run_url}/") else {}
         step = load_state(self, str(url), **{**keeps, **settings})
@@ -451,21 +398,26 @@ def _wrap_load(load: Any, folders: RemoteFolders | None, settings: Mapping[str, 
     return wrapped
 
 
-def _wrap_init(folders: RemoteFolders, settings: Mapping[str, Any]) -> Any:
-    @functools.wraps(_make_accelerator)
+def _require_no_options(options: Mapping[str, Any], *arguments: Any) -> None:
+    """Refuse options of the functions that write and read files."""
+    unknown = sorted(options.keys() - _ABOUT_FILES)
+    if unknown or any(arguments):
+        raise InvalidArgumentError(
+            "save_state to and load_state from object storage take no options of the functions for folders.",
+            options=", ".join(unknown) or "load_kwargs",
+        )
+
+
+def _wrap_init(construct: Any, folders: RemoteFolders, settings: Mapping[str, Any]) -> Any:
+    @functools.wraps(construct)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        _make_accelerator(self, *args, **kwargs)
+        construct(self, *args, **kwargs)
         if not folders.is_active:
             return
         _require_supported(self, {})
-        parent = self.project_dir
+        parent = _automatic_folder(self) or self.project_dir
         if parent is not None and not is_remote(parent):
-            automatic = self.project_configuration.automatic_checkpoint_naming
-            folders.find(
-                os.path.join(parent, "checkpoints") if automatic else parent,  # noqa: PTH118  # as Accelerate does
-                writes=self.is_local_main_process,
-                **_storage_of(settings),
-            )
+            folders.find(parent, writes=self.is_local_main_process, **runs.storage_of(settings))
 
     return wrapped
 
@@ -495,38 +447,26 @@ def _refuse_urls(own: Any, instead: str) -> Any:
     return wrapped
 
 
-def _storage_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name == "storage_options"}
-
-
 def _retention_of(accelerator: Any) -> dict[str, Any]:
     limit = accelerator.project_configuration.total_limit
     return {} if limit is None else {"retention": Retention(keep_last=limit, keep_named=False)}
 
 
-def _automatic_run(accelerator: Any) -> str | None:
-    """Return the URL of the run that `automatic_checkpoint_naming` makes below a `project_dir`; None for a folder."""
-    configuration = accelerator.project_configuration
-    if not configuration.automatic_checkpoint_naming or not is_remote(accelerator.project_dir):
+def _automatic_folder(accelerator: Any) -> str | None:
+    """Return the folder, or the URL of the run, in which `automatic_checkpoint_naming` saves; None without it."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming or accelerator.project_dir is None:
         return None
     return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"
-
-
-def _automatic_folder(accelerator: Any) -> str:
-    """Return the folder that `automatic_checkpoint_naming` makes next below a `project_dir` that is a folder."""
-    name = f"checkpoint_{accelerator.project_configuration.iteration}"
-    return os.path.join(accelerator.project_dir, "checkpoints", name)  # noqa: PTH118  # as Accelerate does
 
 
 # ---- changes of Accelerate itself, made when this module is imported
 
 _INSTEAD = "Call save_state and load_state of dcp_remote.integrations.accelerate, or its enable() first."
-_save_locally = _refuse_urls(Accelerator.save_state, _INSTEAD)
-_load_locally = _refuse_urls(Accelerator.load_state, _INSTEAD)
-_make_accelerator = Accelerator.__init__
-_register_hook = {
-    name: getattr(Accelerator, name) for name in ("register_save_state_pre_hook", "register_load_state_pre_hook")
-}
+_REGISTER_HOOK = ("register_save_state_pre_hook", "register_load_state_pre_hook")
+
+# Methods without `enable`, by name.
+_OWN: dict[str, Any] = {name: getattr(Accelerator, name) for name in ("__init__", *_REGISTER_HOOK)}
+_OWN |= {name: _refuse_urls(getattr(Accelerator, name), _INSTEAD) for name in ("save_state", "load_state")}
 disable()
 Accelerator.save_model = _refuse_urls(
     Accelerator.save_model, "save_state saves to object storage; upload the exported model by other means."

@@ -57,7 +57,7 @@ class RemoteCheckpointArgs(BaseModel):
     remote_checkpoint_save_frozen_base: bool = False
 
 
-class RemoteCheckpointPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl may not be installed
+class RemoteCheckpointPlugin(BasePlugin):
     """Plugin that makes Axolotl's trainer save to a run, and resume from it; see `integrations.transformers.remote`.
 
     With `auto_resume_from_checkpoints: true` training goes on from the newest checkpoint of the run, if there is one;
@@ -139,7 +139,7 @@ class RemoteCheckpointPlugin(BasePlugin):  # type: ignore[misc]  # Axolotl may n
         _choose_start(cfg, trainer, open_run(url, storage_options=options))
 
 
-class _TokenCounts(TrainerCallback):  # type: ignore[misc]  # Transformers may not be installed
+class _TokenCounts(TrainerCallback):
     """Callback that sets the counts of trained tokens; Axolotl reads them from a folder that its YAML names."""
 
     def __init__(self, trainer: Any) -> None:

@@ -23,21 +23,23 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dcp_remote import CheckpointManager, Opaque, is_remote, open_run, refused_values
+from dcp_remote import Opaque, is_remote, open_run, refused_values
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
+from dcp_remote.integrations import runs
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
-from dcp_remote.integrations.entries import keep_only, leave_out_unused
+from dcp_remote.integrations.entries import keep_used
 from dcp_remote.integrations.folders import RemoteFolders, name_of
-from dcp_remote.integrations.runs import can_repeat, framework_words, manager_of, note_step, require_settings
+from dcp_remote.integrations.runs import framework_words
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
 
-# Attribute of the methods that `attach` and `enable` set.
+# Attribute of the methods that take the places of DeepSpeed's.
 _MARK = "_dcp_remote"
 
 _STRICT = "load_module_strict=False leaves alone what checkpoint or module lack"
@@ -52,13 +54,21 @@ _WORDS = {
     "replicas": "attach(engine, replicas='coordinator') saves those of the lowest rank",
 }
 
+_NO_16BIT = (
+    "save_16bit_model gathers the model and writes into a local folder. The checkpoints of save_checkpoint have the "
+    "weights: dcp_remote.load(url, keys='model.*', dtype=torch.bfloat16) reads them."
+)
+
 _VALUES_SHOWN_MAX = 5
 
 # Files of every checkpoint of DeepSpeed, in the folder of its tag.
 _OWN_FILES = "*/*_states.pt"
 
-# The methods as DeepSpeed has them, while `enable` is in force.
+# The methods of the class before `enable`, while it is in force.
 _originals: dict[str, Callable[..., Any]] = {}
+
+# Function in place of a method: takes the engine, a call of DeepSpeed's own method, and the arguments by name.
+_Act: TypeAlias = Callable[[Any, Callable[[], Any], Mapping[str, Any]], Any]
 
 
 # ---- what users call
@@ -94,8 +104,8 @@ def attach(engine: Any, *, wait: bool = False, **settings: Any) -> None:
             "attach takes the engine that deepspeed.initialize returns.", type=type(engine).__qualname__
         )
     require_supported(engine)
-    require_settings(settings)
-    for name, method in _methods(settings, None, is_waiting=wait).items():
+    runs.require_settings(settings)
+    for name, method in _Attachment(settings, None, wait).methods(type(engine)).items():
         setattr(engine, name, MethodType(method, engine))
 
 
@@ -114,14 +124,14 @@ def enable(url: str | None = None, *, wait: bool = False, **settings: Any) -> No
         wait: See `attach`.
         settings: See `attach`.
     """
-    require_settings(settings)
+    runs.require_settings(settings)
     disable()
     folders = RemoteFolders(url) if url is not None else None
-    methods = _methods(settings, folders, is_waiting=wait)
+    methods = _Attachment(settings, folders, wait).methods(DeepSpeedEngine)
     if folders is not None:
         methods["__init__"] = _refuse_at_start(folders)
     for name, method in methods.items():
-        _originals.setdefault(name, getattr(DeepSpeedEngine, name))
+        _originals[name] = getattr(DeepSpeedEngine, name)
         setattr(DeepSpeedEngine, name, method)
 
 
@@ -135,117 +145,120 @@ def disable() -> None:
 # ---- the methods of the engine
 
 
-def _methods(
-    settings: Mapping[str, Any], folders: RemoteFolders | None, *, is_waiting: bool
-) -> dict[str, Callable[..., Any]]:
-    """Return the methods that take the places of the engine's."""
+def _method(owner: type, name: str, act: _Act) -> Callable[..., Any]:
+    """Return a method of DeepSpeed's signature that takes the place of a class's."""
+    own: Callable[..., Any] = getattr(owner, name)
+    own = inspect.unwrap(own) if getattr(own, _MARK, False) else own
+    signature = inspect.signature(getattr(DeepSpeedEngine, name))  # that of a subclass may hide the names
+
+    @functools.wraps(own)
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        given = signature.bind(self, *arguments, **options)
+        given.apply_defaults()
+        return act(self, functools.partial(own, self, *arguments, **options), given.arguments)
+
+    setattr(method, _MARK, True)
+    return method
+
+
+@dataclass(frozen=True)
+class _Attachment:
+    """Saves and loads of engines, as one call of `attach` or `enable` sets them.
+
+    Attributes:
+        settings: Keyword arguments of `CheckpointManager`.
+        folders: Folders that stand for runs; None leaves folders local.
+        is_waiting: True if a save returns only when the checkpoint is committed.
+    """
+
+    settings: Mapping[str, Any]
+    folders: RemoteFolders | None
+    is_waiting: bool
+
+    def methods(self, owner: type) -> dict[str, Callable[..., Any]]:
+        """Return the methods that take the places of a class's, by name."""
+        acts = {
+            "save_checkpoint": self.save,
+            "load_checkpoint": self.load,
+            "save_16bit_model": _refuse_urls(_NO_16BIT, "save_dir"),
+        }
+        return {name: _method(owner, name, act) for name, act in acts.items()}
 
     @framework_words(_WORDS)
-    def save_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
-        self: Any,
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Any = {},  # noqa: B006  # DeepSpeed's default; never changed here
-        save_latest: bool = True,  # noqa: FBT001, FBT002  # DeepSpeed's signature
-        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002  # DeepSpeed's signature
-    ) -> Any:
-        place = _place_of(save_dir, tag, folders, is_saved=True)
+    def save(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+        """Save to a run, or to a local folder by DeepSpeed's own method."""
+        place = self._place_of(given["save_dir"], given["tag"], is_saved=True)
         if place is None:
-            return _original(self, "save_checkpoint")(
-                self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-            )
+            return own()
         url, tag = place
-        manager = manager_of(url, **settings)
-        step = self.global_steps
-        # A save without the frozen parameters does not stand for one with them.
-        owners = {"trained" if exclude_frozen_parameters else "engine": self}
+        step, client_state = engine.global_steps, given["client_state"]
+        is_part = given["exclude_frozen_parameters"]
 
         def make_state() -> dict[str, Any]:
-            if not settings.get("allow_pickle"):
+            if not self.settings.get("allow_pickle"):
                 _require_plain(client_state)
-            return engine_state(self, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+            return engine_state(engine, client_state=client_state, exclude_frozen_parameters=is_part)
 
-        manager.save(
+        runs.save_step(
+            url,
             step,
             make_state,
-            name=f"global_step{step}" if tag is None else str(tag),
-            exist_ok=can_repeat(manager.url, step, **owners),
-            wait=is_waiting or "begun",
+            settings=self.settings,
+            # A save without the frozen parameters does not stand for one with them.
+            owners={"trained" if is_part else "engine": engine},
+            name=f"global_step{step}" if tag is None else tag,
+            wait=self.is_waiting,
         )
-        note_step(manager.url, step, **owners)
-        if folders is not None and not _is_url(save_dir):
-            folders.leave_note(save_dir, writes=self.local_rank <= 0)
+        if self.folders is not None and not _is_url(given["save_dir"]):
+            self.folders.leave_note(given["save_dir"], writes=engine.local_rank <= 0)
         return True
 
     @framework_words(_WORDS)
-    def load_checkpoint(  # noqa: PLR0917  # DeepSpeed's signature
-        self: Any,
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,  # noqa: FBT001, FBT002  # DeepSpeed's signature
-        load_optimizer_states: bool = True,  # noqa: FBT001, FBT002  # DeepSpeed's signature
-        load_lr_scheduler_states: bool = True,  # noqa: FBT001, FBT002  # DeepSpeed's signature
-        load_module_only: bool = False,  # noqa: FBT001, FBT002  # DeepSpeed's signature
-        custom_load_fn: Any = None,
-    ) -> Any:
-        load_own = functools.partial(
-            _original(self, "load_checkpoint"),
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
-        place = _place_of(load_dir, tag, folders, is_saved=False)
+    def load(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+        """Load from a run, or from a local folder by DeepSpeed's own method."""
+        place = self._place_of(given["load_dir"], given["tag"], is_saved=False)
         if place is None:
-            return load_own()
+            return own()
         url, tag = place
-        manager = manager_of(url, **settings)
-        loaded = _load(
-            self,
-            manager,
-            None if tag is None else str(tag),
-            is_strict=load_module_strict,
-            loads_optimizer=load_optimizer_states and not load_module_only,
-            loads_scheduler=load_lr_scheduler_states and not load_module_only,
-            is_module_only=load_module_only,
+        manager = runs.manager_of(url, **self.settings)
+        state, is_whole = engine_state(engine, is_strict=given["load_module_strict"]), not given["load_module_only"]
+        part: EngineState = state["deepspeed"]
+        part.is_setting_counters = is_whole
+        for key, asked in (("optim", "load_optimizer_states"), ("scheduler", "load_lr_scheduler_states")):
+            if not (is_whole and given[asked]):
+                state.pop(key, None)
+            elif hasattr(state.get(key), "is_required"):
+                state[key].is_required = True
+        step = manager.restore(
+            state,
+            int(tag) if tag is not None and tag.isdecimal() else tag,
+            # Keys that are not asked for, such as `optim`, or `files` of a Trainer, are left out without a warning.
+            rename=keep_used(state),
+            unexpected="ignore",
+            dtype="convert",
+            # Weights alone are taken from another run, or from an older step, without going back to it.
+            go_on=is_whole,
         )
-        if loaded[0] is None and _is_url(load_dir):
-            _refuse_checkpoint_url(manager.url, settings)
-        # A folder's run is empty if nothing was committed yet since the training moved to object storage.
-        return loaded if loaded[0] is not None or _is_url(load_dir) else load_own()
+        if step is None and not _is_url(given["load_dir"]):
+            return own()  # nothing was committed yet since the training moved to object storage
+        if step is None:
+            _refuse_checkpoint_url(manager.url, self.settings)
+            return None, None
+        if is_whole and not part.has_counters:
+            part.count_from(step)
+        if is_whole:
+            runs.note_step(url, step, engine=engine)
+        return f"{manager.url}/{tag or step}", part.client_state
 
-    def save_16bit_model(self: Any, save_dir: Any, *arguments: Any, **options: Any) -> Any:
-        if _is_url(save_dir):
-            raise InvalidArgumentError(
-                "save_16bit_model gathers the model and writes into a local folder. The checkpoints of save_checkpoint "
-                "have the weights: dcp_remote.load(url, keys='model.*', dtype=torch.bfloat16) reads them.",
-                save_dir=_text(save_dir),
-            )
-        return _original(self, "save_16bit_model")(self, save_dir, *arguments, **options)
-
-    methods: dict[str, Callable[..., Any]] = {
-        "save_checkpoint": save_checkpoint,
-        "load_checkpoint": load_checkpoint,
-        "save_16bit_model": save_16bit_model,
-    }
-    for name, method in methods.items():
-        original: Callable[..., Any] = _originals.get(name) or getattr(DeepSpeedEngine, name)
-        functools.update_wrapper(method, original)
-        setattr(method, _MARK, True)
-    return methods
-
-
-def _place_of(folder: Any, tag: Any, folders: RemoteFolders | None, *, is_saved: bool) -> tuple[str, Any] | None:
-    """Return the URL of the run, and the tag, of a checkpoint; None if it lies in a local folder."""
-    if _is_url(folder):
-        return _text(folder), tag
-    if folders is None or not (folders.is_active if is_saved else folders.stands_for(folder, files=_OWN_FILES)):
-        return None
-    return folders.run_url_of(folder, is_saved=is_saved), None if tag is None else name_of(str(tag))
+    def _place_of(self, folder: Any, tag: Any, *, is_saved: bool) -> tuple[str, str | None] | None:
+        """Return the URL of the run, and the tag, of a checkpoint; None if it lies in a local folder."""
+        name = None if tag is None else str(tag)
+        if _is_url(folder):
+            return os.fspath(folder), name
+        folders = self.folders
+        if folders is None or not (folders.is_active if is_saved else folders.stands_for(folder, files=_OWN_FILES)):
+            return None
+        return folders.run_url_of(folder, is_saved=is_saved), name and name_of(name)
 
 
 def _refuse_at_start(folders: RemoteFolders) -> Callable[..., Any]:
@@ -259,49 +272,6 @@ def _refuse_at_start(folders: RemoteFolders) -> Callable[..., Any]:
             require_supported(self)
 
     return construct
-
-
-def _original(engine: Any, name: str) -> Callable[..., Any]:
-    """Return DeepSpeed's own method in place of the one of `enable`, or that of a subclass."""
-    method: Callable[..., Any] = getattr(type(engine), name)
-    return inspect.unwrap(method) if getattr(method, _MARK, False) else method
-
-
-def _load(
-    engine: Any,
-    manager: CheckpointManager,
-    tag: str | None,
-    *,
-    is_strict: bool,
-    loads_optimizer: bool,
-    loads_scheduler: bool,
-    is_module_only: bool,
-) -> tuple[str | None, dict[str, Any] | None]:
-    state = engine_state(engine, is_strict=is_strict)
-    part: EngineState = state["deepspeed"]
-    part.is_setting_counters = not is_module_only
-    for key, is_loaded in (("optim", loads_optimizer), ("scheduler", loads_scheduler)):
-        if not is_loaded:
-            state.pop(key, None)
-        elif hasattr(state.get(key), "is_required"):
-            state[key].is_required = True
-    step = manager.restore(
-        state,
-        int(tag) if tag is not None and tag.isdecimal() else tag,
-        # Keys that are not asked for, such as `optim`, or `files` of a Trainer, are left out without a warning.
-        rename=leave_out_unused(state, keep_only(*state)),
-        unexpected="ignore",
-        dtype="convert",
-        # Weights alone are taken from another run, or from an older step, without going back to it.
-        go_on=not is_module_only,
-    )
-    if step is None:
-        return None, None
-    if not (is_module_only or part.has_counters):
-        part.count_from(step)
-    if not is_module_only:
-        note_step(manager.url, step, engine=engine)
-    return f"{manager.url}/{tag or step}", part.client_state
 
 
 def _require_plain(client_state: Mapping[str, Any] | None) -> None:
@@ -325,8 +295,8 @@ def _refuse_checkpoint_url(url: str, settings: Mapping[str, Any]) -> None:
     Costs one GET on each rank, only where there is no checkpoint at the URL.
     """
     run_url, _, name = url.rpartition("/")
-    options = {"storage_options": settings["storage_options"]} if "storage_options" in settings else {}
-    if run_url.count("/") > 2 and open_run(run_url, **options).latest() is not None:  # noqa: PLR2004  # s3://bucket has two
+    is_run = run_url.count("/") > 2  # noqa: PLR2004  # s3://bucket has two
+    if is_run and open_run(run_url, **runs.storage_of(settings)).latest() is not None:
         raise InvalidArgumentError(
             "This is the URL of a checkpoint in a run. Pass the run as load_dir, and the name as tag.",
             load_dir=run_url,
@@ -338,30 +308,20 @@ def _is_url(folder: Any) -> bool:
     return is_remote(folder) or (isinstance(folder, str) and folder.startswith("file:"))
 
 
-def _text(folder: Any) -> str:
-    return os.fspath(folder) if isinstance(folder, os.PathLike) else str(folder)
+def _refuse_urls(message: str, shown: str) -> _Act:
+    """Return a function that refuses URLs, of which DeepSpeed's own method would make a local folder, or miss it."""
+
+    def refuse(_engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+        folder = given.get("save_dir", given.get("load_dir"))
+        if _is_url(folder):
+            raise InvalidArgumentError(message, **{shown: os.fspath(folder)})
+        return own()
+
+    return refuse
 
 
 # ---- changes of DeepSpeed itself, made when this module is imported
 
-
-def _refuse_urls(name: str) -> Callable[..., Any]:
-    """Return a method that refuses URLs: DeepSpeed's own takes them for local folders, which it makes, or misses."""
-    own = getattr(DeepSpeedEngine, name)
-
-    @functools.wraps(own)
-    def refusing(self: Any, *arguments: Any, **options: Any) -> Any:
-        folder = arguments[0] if arguments else options.get("save_dir", options.get("load_dir"))
-        if _is_url(folder):
-            raise InvalidArgumentError(
-                "This engine takes local folders alone. Call dcp_remote.integrations.deepspeed.attach(engine) first.",
-                url=_text(folder),
-            )
-        return own(self, *arguments, **options)
-
-    setattr(refusing, _MARK, True)
-    return refusing
-
-
+_INSTEAD = "This engine takes local folders alone. Call dcp_remote.integrations.deepspeed.attach(engine) first."
 for _name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-    setattr(DeepSpeedEngine, _name, _refuse_urls(_name))
+    setattr(DeepSpeedEngine, _name, _method(DeepSpeedEngine, _name, _refuse_urls(_INSTEAD, "url")))

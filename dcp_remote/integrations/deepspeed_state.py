@@ -56,7 +56,7 @@ def engine_state(
     """
     require_supported(engine)
     state: dict[str, Any] = {
-        "model": ModelState(engine, exclude_frozen_parameters=exclude_frozen_parameters, is_strict=is_strict),
+        "model": EngineModelState(engine, exclude_frozen_parameters=exclude_frozen_parameters, is_strict=is_strict),
         "deepspeed": EngineState(engine, client_state),
     }
     if has_layout(engine):
@@ -69,7 +69,7 @@ def engine_state(
     return state
 
 
-class ModelState:
+class EngineModelState:
     """Master copies of the trained parameters; frozen parameters, buffers and extra states. A `Stateful`.
 
     Args:

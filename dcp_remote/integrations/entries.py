@@ -9,21 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# Key of an engine of DeepSpeed, which has no use for some of the entries below it.
+_ENGINE_KEY = "deepspeed"
+
 
 def keep_only(*keys: str) -> Callable[[str], str | None]:
     """Return a function for `rename=` that leaves out all entries but those below some keys."""
     return lambda name: name if _key_of(name) in keys else None
 
 
-def leave_out(*keys: str) -> Callable[[str], str | None]:
-    """Return a function for `rename=` that leaves out the entries below some keys."""
-    return lambda name: None if _key_of(name) in keys else name
+def keep_used(state: Mapping[str, Any]) -> Callable[[str], str | None]:
+    """Return a function for `rename=` that leaves out all entries for which a state has no use, by their keys."""
+    return lambda name: name if _key_of(name) in state and _is_used(name, state) else None
 
 
-def leave_out_unused(state: Mapping[str, Any], rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Return a function for `rename=` that also leaves out entries for which the state's engine has no use."""
-    engine = state.get("deepspeed")
-    return rename if engine is None else lambda name: rename(name) if engine.takes(name) else None
+def leave_out(state: Mapping[str, Any], *keys: str) -> Callable[[str], str | None]:
+    """Return a function for `rename=` that leaves out the entries below some keys, and those of an engine alone."""
+    return lambda name: name if _key_of(name) not in keys and _is_used(name, state) else None
+
+
+def _is_used(name: str, state: Mapping[str, Any]) -> bool:
+    """Return whether a state has a use for an entry, if that is one of an engine."""
+    is_of_engine = _key_of(name) == _ENGINE_KEY
+    return not is_of_engine or (_ENGINE_KEY in state and state[_ENGINE_KEY].takes(name))
 
 
 def _key_of(name: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric import Fabric
@@ -25,21 +25,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote, training_state
+from dcp_remote import ModelState, Opaque, PerRank, as_plain, is_remote
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_only, leave_out_unused
-from dcp_remote.integrations.runs import (
-    RankValue,
-    can_repeat,
-    find_checkpoint,
-    framework_words,
-    manager_of,
-    note_step,
-    require_settings,
-    restore_own,
-    split_path,
-    wait_for_saves,
-)
+from dcp_remote.integrations import runs
+from dcp_remote.integrations.runs import framework_words
+from dcp_remote.integrations.strategies import RunStrategy, refuse_url
+from dcp_remote.integrations.wrappers import training_parts
 
 __all__ = [
     "RemoteDDPStrategy",
@@ -71,17 +62,18 @@ _WORDS = {
 }
 
 
-class RemoteStrategy:
+class RemoteStrategy(RunStrategy):
     """Methods of a strategy that save to and load from runs; they come before those of Lightning's strategy.
 
     The URL of a checkpoint is that of its run, and a name. Its step is `state["step"]` or `state["global_step"]`, else
     the number at the end of the name, such as `step-100.ckpt`. A second save of the same objects in the same step, and
     before the next step of their optimizers, uploads nothing, and only adds its name; any other second save of a step
-    is refused. A checkpoint is one
-    commit of models (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all other values of the
-    state; data loaders with a state, and `PerRank` values, are those of each rank. Each rank writes and reads its own
-    part of the tensors; nothing is gathered, whatever `state_dict_type` or `save_distributed_checkpoint` say for local
-    folders.
+    is refused.
+
+    A checkpoint is one commit of models (`model.<fqn>`), optimizers (`optim.…`), schedulers (`scheduler.…`) and all
+    other values of the state; data loaders with a state, and `PerRank` values, are those of each rank. Each rank writes
+    and reads its own part of the tensors; nothing is gathered, whatever `state_dict_type` or
+    `save_distributed_checkpoint` say for local folders.
 
     `fabric.save` returns when every rank has copied its state, and uploads in the background. A rank that does not call
     it within 30 s, as under `if fabric.global_rank == 0`, or that raises meanwhile, is an error on all ranks that did.
@@ -93,12 +85,6 @@ class RemoteStrategy:
         checkpoint_settings: Keyword arguments of `CheckpointManager` for all runs, such as `storage_options`.
         options: Keyword arguments of Lightning's strategy.
     """
-
-    def __init__(self, *arguments: Any, checkpoint_settings: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Make Lightning's strategy; no request is sent."""
-        super().__init__(*arguments, **options)
-        self._checkpoint_settings = dict(checkpoint_settings or {})
-        require_settings(self._checkpoint_settings)
 
     @framework_words(_WORDS)
     def save_checkpoint(
@@ -114,7 +100,7 @@ class RemoteStrategy:
             InvalidArgumentError: The URL names no checkpoint in a run, there is no step, or there is a filter.
         """
         if not is_remote(path):
-            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)  # type: ignore[misc]  # the strategy that comes after this class
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
             return
         if filter is not None or storage_options is not None:
             raise InvalidArgumentError(
@@ -122,20 +108,18 @@ class RemoteStrategy:
                 "checkpoint_settings.",
                 url=path,
             )
-        found = split_path(str(path))
-        step = _step_of(str(found.checkpoint), state, url=str(path))
+        found = runs.split_path(str(path))
         # The number in a name, as in resnet50.ckpt, is perhaps no step: then the same number again is refused, unless
         # the optimizer has made no step since, as before the last save of a training.
         is_counted = _counted_step(state) is not None or _of_type(state, Optimizer)
-        owners = _owners_of(state) if is_counted else {}
-        manager_of(found.run_url, **self._checkpoint_settings).save(
-            step,
+        runs.save_step(
+            found.run_url,
+            _step_of(str(found.checkpoint), state, url=str(path)),
             lambda: self._saved_state(state),
+            settings=self._settings,
+            owners=_owners_of(state) if is_counted else {},
             name=str(found.checkpoint),
-            exist_ok=can_repeat(found.run_url, step, **owners),
-            wait="begun",
         )
-        note_step(found.run_url, step, **owners)
 
     @framework_words(_WORDS)
     def load_checkpoint(
@@ -162,49 +146,36 @@ class RemoteStrategy:
             StateMismatchError: State and checkpoint have other entries, shapes or dtypes.
         """
         if not is_remote(path):
-            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)  # type: ignore[misc, no-any-return]  # as above
+            own: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+            return own
         if not state:
             raise InvalidArgumentError(
                 "fabric.load of a URL needs a state to load into. dcp_remote.load(url) returns a whole checkpoint.",
                 url=path,
             )
-        wait_for_saves()
-        settings = self._checkpoint_settings
-        found = find_checkpoint(
-            str(path), **{name: value for name, value in settings.items() if name == "storage_options"}
-        )
-        manager = manager_of(found.run_url, **settings)
-        is_module = isinstance(state, nn.Module)
-        template = {"model": ModelState(state)} if is_module else self._tensors(state)
-        values, own = Opaque[Any]({}), Opaque[Any](None)
-        if not is_module:
-            # First, since checkpoints of other frameworks have none of these, and may yet have all that is asked for.
-            restore_own(manager, {VALUES_KEY: values, RANK_VALUES_KEY: RankValue(own)}, found.checkpoint)
-            if strict:
-                _require_values(state, values.value, url=str(path))
-        step = manager.restore(
-            template,
-            found.checkpoint,
-            rename=self._keep(template),
-            missing="error" if strict else "keep",
-            unexpected="error" if strict else "ignore",
-            dtype="convert",
-            go_on=not is_module,
-            must_exist=True,
-        )
-        if is_module:
+        runs.wait_for_saves()
+        found = runs.find_checkpoint(str(path), **runs.storage_of(self._settings))
+        manager = runs.manager_of(found.run_url, **self._settings)
+        if isinstance(state, nn.Module):
+            weights = {"model": ModelState(state)}
+            runs.restore_existing(manager, weights, found.checkpoint, go_on=False, is_strict=strict)
             return {}
-        assert step is not None, "must_exist"
-        note_step(found.run_url, step, **_owners_of(state))
-        is_same_size = own.value is not None and own.value["world_size"] == self._ranks
-        positions = own.value["loaders"] if is_same_size else {}
+        template = self._tensors(state)
+        # First, since checkpoints of other frameworks have none of these, and may yet have all that is asked for.
+        values, of_rank = runs.read_own(manager, found.checkpoint, VALUES_KEY, RANK_VALUES_KEY)
+        if strict:
+            _require_values(state, values or {}, url=str(path))
+        step = runs.restore_existing(manager, template, found.checkpoint, is_strict=strict)
+        runs.note_step(found.run_url, step, **_owners_of(state))
+        is_same_size = of_rank is not None and of_rank["world_size"] == self._ranks
+        positions = of_rank["loaders"] if is_same_size else {}
         lacking = [key for key, value in state.items() if _is_loader(value) and key not in positions]
         if lacking:
             logger.warning(
                 "%s was saved by another number of ranks, or without these data loaders, which stay as they are: %s.",
                 *(path, ", ".join(lacking)),
             )
-        return _apply(state, values.value | positions)
+        return _apply(state, (values or {}) | positions)
 
     @property
     def _ranks(self) -> int:
@@ -213,22 +184,22 @@ class RemoteStrategy:
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of models, optimizers, schedulers and `PerRank` values; the same to save and to load."""
-        models = _of_type(state, nn.Module)
-        if not models:
+        engine, models = self._engine_state(state), _of_type(state, nn.Module)
+        if not models and not engine:
             raise InvalidArgumentError(
                 "The state has no model. Put the model that fabric.setup returned into the state."
             )
-        return training_state(
-            model=_one_or_named(models),
-            optimizer=_one_or_named(_of_type(state, Optimizer)),
-            scheduler=_one_or_named(_of_type(state, LRScheduler)),
-            random_states=False,
+        return training_parts(
+            engine,
+            models=models,
+            optimizers=_of_type(state, Optimizer),
+            schedulers=_of_type(state, LRScheduler),
             extra=_of_type(state, PerRank),
         )
 
-    def _keep(self, template: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """Return a function for `rename=` that leaves out what the template has no use for."""
-        return keep_only(*template)
+    def _engine_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the engine, which has those of model and optimizer; {} for other strategies."""
+        return {}
 
     def _saved_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         tensors = self._tensors(state)
@@ -241,30 +212,29 @@ class RemoteStrategy:
         }
         tensors[RANK_VALUES_KEY] = PerRank(Opaque({"world_size": self._ranks, "loaders": own}))
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
-        is_first = self.is_global_zero  # type: ignore[attr-defined]  # of the strategy
-        return tensors | {VALUES_KEY: Opaque(as_plain(values))} if is_first else tensors
+        return tensors | {VALUES_KEY: Opaque(as_plain(values))} if self.is_global_zero else tensors
 
 
-class RemoteFSDPStrategy(RemoteStrategy, FSDPStrategy):  # type: ignore[misc]  # Lightning may not be installed
+class RemoteFSDPStrategy(RemoteStrategy, FSDPStrategy):
     """`FSDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteModelParallelStrategy(RemoteStrategy, ModelParallelStrategy):  # type: ignore[misc]  # as above
+class RemoteModelParallelStrategy(RemoteStrategy, ModelParallelStrategy):
     """`ModelParallelStrategy` (FSDP2, tensor parallelism) with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteDDPStrategy(RemoteStrategy, DDPStrategy):  # type: ignore[misc]  # as above
+class RemoteDDPStrategy(RemoteStrategy, DDPStrategy):
     """`DDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # as above
+class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):
     """`SingleDeviceStrategy` with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # as above
+class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):
     """`DeepSpeedStrategy` with checkpoints in runs, of any stage for any other; see `RemoteStrategy`."""
 
-    def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _engine_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         from deepspeed import DeepSpeedEngine
 
         from dcp_remote.integrations.deepspeed import engine_state
@@ -272,15 +242,7 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
         engines = list(_of_type(state, DeepSpeedEngine).values())
         if len(engines) != 1:
             raise InvalidArgumentError("The state must have one model that fabric.setup returned.", models=len(engines))
-        own = training_state(
-            scheduler=_one_or_named(_of_type(state, LRScheduler)),
-            random_states=False,
-            extra=_of_type(state, PerRank),
-        )
-        return engine_state(engines[0]) | own
-
-    def _keep(self, template: Mapping[str, Any]) -> Callable[[str], str | None]:
-        return leave_out_unused(template, keep_only(*template))
+        return engine_state(engines[0])
 
 
 def _step_of(name: str, state: Mapping[str, Any], *, url: str) -> int:
@@ -308,11 +270,6 @@ def _owners_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_type(state: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     return {key: value for key, value in state.items() if isinstance(value, kind)}
-
-
-def _one_or_named(values: dict[str, Any]) -> Any:
-    """Return a value alone, or several by key; None if there is none."""
-    return next(iter(values.values())) if len(values) == 1 else values or None
 
 
 def _is_value(value: Any) -> bool:
@@ -363,14 +320,10 @@ _save_locally = Fabric.save
 
 @functools.wraps(_save_locally)
 def _save(self: Any, path: Any, *arguments: Any, **options: Any) -> None:
-    """Refuse URLs for strategies of Lightning that write folders: they would make a local folder of that name."""
-    is_local = isinstance(self.strategy, _FOLDER_STRATEGIES) and not isinstance(self.strategy, RemoteStrategy)
-    if is_local and is_remote(path):
-        name = type(self.strategy).__name__
-        raise InvalidArgumentError(
-            f"{name} writes to local folders alone. Pass Remote{name} of dcp_remote.integrations.fabric to Fabric.",
-            url=path,
-        )
+    """Save as the strategy does; refuse URLs for those of Lightning that write folders."""
+    is_of_folders = isinstance(self.strategy, _FOLDER_STRATEGIES) and not isinstance(self.strategy, RemoteStrategy)
+    if is_of_folders and is_remote(path):
+        refuse_url(path, self.strategy, module=__name__, user="Fabric")
     _save_locally(self, path, *arguments, **options)
 
 

@@ -31,7 +31,7 @@ _RESERVED = re.compile(r"\d+|latest|last|folder-.*", re.DOTALL)
 _PATH_CHARACTERS_MAX = 200
 _END_CHARACTERS = 150
 
-# URLs of runs to which a Trainer saves: its run has no room for checkpoints of others.
+# URLs of runs to which a Trainer saves: its run holds no checkpoints of others.
 _of_trainers: set[str] = set()
 
 

@@ -6,8 +6,8 @@
     )
     trainer.fit(module, ckpt_path="last")
 
-`dirpath` is the URL of the run, and the name of a file is a name of a checkpoint in it. Local folders stay Lightning's
-own affair.
+`dirpath` is the URL of the run, and the name of a file is a name of a checkpoint in it. Lightning itself saves
+to local folders.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import (
@@ -29,25 +30,15 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 
-from dcp_remote import CheckpointManager, ModelState, Opaque, PerRank, RandomStates, is_remote, training_state
+from dcp_remote import CheckpointManager, ModelState, Opaque, PerRank, RandomStates, is_remote
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
-from dcp_remote.integrations import lightning_files
-from dcp_remote.integrations.entries import keep_only, leave_out_unused
-from dcp_remote.integrations.lightning_files import note_name, to_url
+from dcp_remote.integrations import lightning_files, runs
+from dcp_remote.integrations.lightning_files import note_name, run_of, to_url
 from dcp_remote.integrations.lightning_removal import Removals
 from dcp_remote.integrations.lightning_values import metrics_of, to_plain
-from dcp_remote.integrations.runs import (
-    CheckpointPath,
-    RankValue,
-    can_repeat,
-    find_checkpoint,
-    framework_words,
-    manager_of,
-    note_step,
-    require_settings,
-    restore_own,
-    wait_for_saves,
-)
+from dcp_remote.integrations.runs import CheckpointPath, framework_words
+from dcp_remote.integrations.strategies import RunStrategy, refuse_url
+from dcp_remote.integrations.wrappers import training_parts
 
 __all__ = [
     "RemoteDDPStrategy",
@@ -91,7 +82,7 @@ _WORDS = {
 }
 
 
-class RemoteStrategy:
+class RemoteStrategy(RunStrategy):
     """Methods of a strategy that save to and load from runs; they come before those of Lightning's strategy.
 
     A checkpoint is one commit of model, optimizers, schedulers, loops, callbacks, precision, hyperparameters, the
@@ -115,16 +106,10 @@ class RemoteStrategy:
         options: Keyword arguments of Lightning's strategy.
     """
 
-    saves_to_runs = True
-
-    def __init__(self, *arguments: Any, checkpoint_settings: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         """Make Lightning's strategy; no request is sent."""
         super().__init__(*arguments, **options)
-        self._settings = dict(checkpoint_settings or {})
-        require_settings(self._settings)
-        lightning_files.open_options.update(
-            {name: value for name, value in self._settings.items() if name == "storage_options"}
-        )
+        lightning_files.open_options.update(runs.storage_of(self._settings))
         self._is_collecting = self._has_loaded_model = False
         # Runs from which this trainer has loaded, or to which it has saved.
         self._own_urls: set[str] = set()
@@ -142,14 +127,11 @@ class RemoteStrategy:
     # ---- saving
 
     def setup(self, trainer: Any) -> None:
-        """Set up model and optimizers, and let `trainer.save_checkpoint` take URLs."""
-        super().setup(trainer)  # type: ignore[misc]  # the strategy that comes after this class
+        """Set up model and optimizers."""
+        super().setup(trainer)
         for callback in self._savers():
             # With a slash at its end, Lightning would take a saved folder for another one, and forget its checkpoints.
-            if is_remote(to_url(callback.dirpath or "")):
-                callback.dirpath = to_url(callback.dirpath)
-        if not isinstance(trainer.save_checkpoint, functools.partial):
-            trainer.save_checkpoint = functools.partial(_save_checkpoint, trainer, trainer.save_checkpoint)
+            callback.dirpath = run_of(callback) or callback.dirpath
 
     def on_train_start(self) -> None:
         """Refuse to train where a save would be refused: in a run that has checkpoints, from which no state was loaded.
@@ -157,16 +139,14 @@ class RemoteStrategy:
         Raises:
             InvalidArgumentError: There is such a run, on all ranks.
         """
-        super().on_train_start()  # type: ignore[misc]  # as above
-        folders = sorted({str(one.dirpath) for one in self._savers() if not is_remote(to_url(one.dirpath or ""))})
-        if folders and self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+        super().on_train_start()
+        folders = sorted({str(callback.dirpath) for callback in self._savers() if run_of(callback) is None})
+        if folders and self.is_global_zero:
             logger.warning("Checkpoints go to a local folder: %s. A run has a URL as dirpath.", ", ".join(folders))
         declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
-        for url in self._dirpaths():
+        for url in self._run_urls():
             manager = self._manager(url)
-            if declares or url in self._own_urls:
-                continue
-            found = self._find_newest(manager)
+            found = None if declares or url in self._own_urls else self._find_newest(manager)
             if found is not None:
                 raise InvalidArgumentError(
                     "This run has checkpoints already. Pass ckpt_path='last' to fit to go on from there; or "
@@ -179,12 +159,13 @@ class RemoteStrategy:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the tensors of the model: sharded, without a copy, while a checkpoint for a run is collected."""
         if self._is_collecting:
-            return {} if self._engine is not None else dict(ModelState(self._wrapped).state_dict())
-        return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]  # as above
+            return {} if self._engine is not None else dict(ModelState(self.model).state_dict())
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of an optimizer; {} while a checkpoint for a run is collected, which has its own."""
-        return {} if self._is_collecting else super().optimizer_state(optimizer)  # type: ignore[misc]  # as above
+        return {} if self._is_collecting else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save to a local path, as Lightning does; `trainer.save_checkpoint` saves to URLs.
@@ -194,12 +175,12 @@ class RemoteStrategy:
         """
         if is_remote(to_url(filepath)):
             raise InvalidArgumentError("Call trainer.save_checkpoint, which saves to URLs.", url=filepath)
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]  # as above
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Take the name of a checkpoint, and delete the checkpoint if it has no other; after the next commit."""
         if not is_remote(to_url(filepath)):
-            super().remove_checkpoint(filepath)  # type: ignore[misc]  # as above
+            super().remove_checkpoint(filepath)
             return
         path = self._path_of(to_url(filepath))
         assert isinstance(path.checkpoint, str)
@@ -212,42 +193,41 @@ class RemoteStrategy:
         """Wait for the last checkpoint, and raise its error; unless the training has failed, then log it."""
         has_failed = sys.exc_info()[0] is not None
         try:
-            wait_for_saves()
-            if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+            runs.wait_for_saves()
+            if self.is_global_zero:
                 self._removals.carry_out()
         except DcpRemoteError:
             if not has_failed:
                 raise
             logger.exception("The last save failed as well.")
         finally:
-            super().teardown()  # type: ignore[misc]  # as above
+            super().teardown()
 
     @framework_words(_WORDS)
     def _save(self, trainer: Any, url: str, *, weights_only: bool) -> None:
         path = self._path_of(url)
-        manager = self._manager(path.run_url)
-        manager.wait()
+        self._manager(path.run_url).wait()
         step = trainer.global_step
         assert isinstance(path.checkpoint, str)
-        if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+        if self.is_global_zero:
             self._removals.carry_out(path, step)
         if self._saved_place != (path.run_url, step):
             self._saved_place, self._saved_names, self._is_weights_alone = (path.run_url, step), set(), weights_only
         self._saved_names.add(path.checkpoint)
         # A checkpoint of weights alone has no optimizer: a whole one of the same step takes its place and its names.
         is_replacing = self._is_weights_alone and not weights_only
-        manager.save(
+        runs.save_step(
+            path.run_url,
             step,
             lambda: self._collect(trainer, weights_only=weights_only),
+            settings=self._settings,
+            owners={"trainer": trainer},
             name=sorted(self._saved_names) if is_replacing else path.checkpoint,
             metrics=metrics_of(trainer),
             overwrite=is_replacing,
-            exist_ok=not is_replacing and can_repeat(path.run_url, step, trainer=trainer),
-            wait="begun",
         )
         self._is_weights_alone = self._is_weights_alone and weights_only
         self._own_urls.add(path.run_url)
-        note_step(path.run_url, step, trainer=trainer)
         note_name(path.run_url, path.checkpoint, is_given=True)
 
     def _collect(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
@@ -259,15 +239,15 @@ class RemoteStrategy:
             self._is_collecting = False
         state = self._tensors(is_training="optimizer_states" in checkpoint)
         if self._engine is None:
-            state["model"] = _DumpedModel(self._wrapped, checkpoint["state_dict"])  # which hooks may have changed
+            state["model"] = _DumpedModel(self.model, checkpoint["state_dict"])  # which hooks may have changed
         rest = {key: value for key, value in checkpoint.items() if key not in {"state_dict", "optimizer_states"}}
         positions = rest.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop(_LOADER_STATES, None)
         rest["has_optimizers"] = "optimizer_states" in checkpoint
-        rest["world_size"] = self.world_size  # type: ignore[attr-defined]  # of the strategy
+        rest["world_size"] = self.world_size
         about = Opaque(to_plain(rest, is_strict=not self._settings.get("allow_pickle")))
         state[LOADERS_KEY] = PerRank(Opaque(positions))
         # Of an object that several ranks give, any rank's may be stored; as in Lightning, that of rank 0 is.
-        return state | {ABOUT_KEY: about} if self.is_global_zero else state  # type: ignore[attr-defined]  # as above
+        return state | {ABOUT_KEY: about} if self.is_global_zero else state
 
     # ---- loading
 
@@ -285,66 +265,54 @@ class RemoteStrategy:
         url = to_url(checkpoint_path)
         self._has_loaded_model = is_remote(url)
         if not is_remote(url):
-            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc, no-any-return]  # as above
+            own: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            return own
         trainer = self._trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        wait_for_saves()
+        runs.wait_for_saves()
         path = self._locate(url)
         manager = self._manager(path.run_url)
-        about, loaders = Opaque[Any](None), Opaque[Any](None)
-        restore_own(manager, {ABOUT_KEY: about, LOADERS_KEY: RankValue(loaders)}, path.checkpoint)
-        if about.value is None:
-            if is_fitting:
-                raise InvalidArgumentError(
-                    "This checkpoint was not saved by Lightning: fit cannot resume from it. Load its weights by "
-                    "trainer.validate(ckpt_path=…) or dcp_remote.load(url, keys='model.*').",
-                    url=url,
-                )
-            about.value = {"pytorch-lightning_version": lightning_version}
-        rest = dict(about.value)
+        about, positions = runs.read_own(manager, path.checkpoint, ABOUT_KEY, LOADERS_KEY)
+        if about is None and is_fitting:
+            raise InvalidArgumentError(
+                "This checkpoint was not saved by Lightning: fit cannot resume from it. Load its weights by "
+                "trainer.validate(ckpt_path=…) or dcp_remote.load(url, keys='model.*').",
+                url=url,
+            )
+        rest = {"pytorch-lightning_version": lightning_version} if about is None else dict(about)
         lightning_files.adopt_last(trainer, rest.get("callbacks", {}))
         has_optimizers = is_fitting and rest.pop("has_optimizers", False)
-        is_strict = bool(self.lightning_module.strict_loading)  # type: ignore[attr-defined]  # of the strategy
+        is_strict = bool(self.lightning_module.strict_loading)
         state = self._tensors(is_training=has_optimizers)
-        step = manager.restore(
-            state,
-            path.checkpoint,
-            rename=self._keep(state),
-            missing="error" if is_strict else "keep",
-            unexpected="error" if is_strict else "ignore",
-            dtype="convert",
-            go_on=is_fitting,
-            must_exist=True,
-        )
+        step = runs.restore_existing(manager, state, path.checkpoint, is_strict=is_strict, go_on=is_fitting)
         if is_fitting:
-            assert step is not None, "must_exist"
             self._own_urls.add(path.run_url)
-            note_step(path.run_url, step, trainer=trainer)
+            runs.note_step(path.run_url, step, trainer=trainer)
         if self._engine is None:
             rest["state_dict"] = state["model"].state_dict()  # as loaded: callbacks read it, such as WeightAveraging
-        return self._as_lightning(rest, loaders.value, url, has_optimizers=has_optimizers)
+        return self._as_lightning(rest, positions, url, has_optimizers=has_optimizers)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002  # Lightning's signature
         """Load the model, unless it was loaded from a run."""
         if not self._has_loaded_model:
-            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]  # as above
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers, unless they were loaded from a run."""
         if checkpoint["optimizer_states"] or self._engine is not None:
-            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]  # as above
+            super().load_optimizer_state_dict(checkpoint)
 
     def _as_lightning(self, rest: dict[str, Any], positions: Any, url: str, *, has_optimizers: bool) -> dict[str, Any]:
         """Return the parts of a checkpoint as Lightning's own would have them."""
         saved_size = rest.pop("world_size", None)
         loop = rest.get("loops", {}).get("fit_loop", {}).get("state_dict")
         if loop is not None and positions is not None:
-            if saved_size == self.world_size:  # type: ignore[attr-defined]  # of the strategy
+            if saved_size == self.world_size:
                 loop[_LOADER_STATES] = positions
             else:
                 logger.warning(
                     "%s was saved by %s ranks, and this job has %d: stateful data loaders begin the epoch anew.",
-                    *(url, saved_size, self.world_size),  # type: ignore[attr-defined]  # as above
+                    *(url, saved_size, self.world_size),
                 )
         if has_optimizers:
             rest["optimizer_states"] = []  # which Lightning asks for; they are loaded
@@ -352,38 +320,36 @@ class RemoteStrategy:
         return rest
 
     def _locate(self, url: str) -> CheckpointPath:
-        if not any(url.startswith(f"{dirpath}/") for dirpath in self._dirpaths()):
-            return find_checkpoint(url, **lightning_files.open_options)
+        if not any(url.startswith(f"{run_url}/") for run_url in self._run_urls()):
+            return runs.find_checkpoint(url, **lightning_files.open_options)
         path = self._path_of(url)
         name = str(path.checkpoint)
         return CheckpointPath(path.run_url, int(name) if name.isdecimal() else name)
 
-    # ---- parts
-
     @property
     def _trainer(self) -> Any:
-        return self.lightning_module.trainer  # type: ignore[attr-defined]  # of the strategy
-
-    @property
-    def _wrapped(self) -> Any:
-        return self.model  # type: ignore[attr-defined]  # of the strategy
+        return self.lightning_module.trainer
 
     @property
     def _engine(self) -> Any:
         """Engine of DeepSpeed; None for other strategies."""
         return None
 
+    def _engine_state(self) -> dict[str, Any]:
+        """Return the state of the engine, which has those of model, optimizer and scheduler; {} without an engine."""
+        return {}
+
     def _manager(self, run_url: str) -> CheckpointManager:
-        return manager_of(run_url, **self._settings)
+        return runs.manager_of(run_url, **self._settings)
 
     def _path_of(self, url: str) -> CheckpointPath:
         """Return the run and the name of a file: below the `dirpath` of a callback, a name may have slashes."""
-        run_url = next((one for one in self._dirpaths() if url.startswith(f"{one}/")), url.rpartition("/")[0])
+        run_url = next((one for one in self._run_urls() if url.startswith(f"{one}/")), url.rpartition("/")[0])
         return CheckpointPath(run_url, url.removeprefix(f"{run_url}/"))
 
-    def _dirpaths(self) -> list[str]:
+    def _run_urls(self) -> list[str]:
         """Return the URLs to which callbacks save."""
-        return sorted({to_url(one.dirpath) for one in self._savers() if is_remote(to_url(one.dirpath or ""))})
+        return sorted({url for url in map(run_of, self._savers()) if url is not None})
 
     def _savers(self) -> list[Any]:
         """Return the callbacks that save checkpoints to a folder or a run."""
@@ -391,53 +357,49 @@ class RemoteStrategy:
 
     def _tensors(self, *, is_training: bool) -> dict[str, Any]:
         """Return the state of model, optimizers, schedulers and random states; the same to save and to load."""
+        engine = self._engine_state()
         if not is_training:
-            return {"model": ModelState(self._wrapped)}
-        optimizers = list(self._trainer.optimizers)
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        return training_state(
-            model=self._wrapped,
-            optimizer=optimizers[0] if len(optimizers) == 1 else _by_number(optimizers),
-            scheduler=schedulers[0] if len(schedulers) == 1 else _by_number(schedulers),
+            return {"model": engine["model"] if engine else ModelState(self.model)}
+        return training_parts(
+            engine,
+            models=[self.model],
+            optimizers=self._trainer.optimizers,
+            schedulers=[config.scheduler for config in self._trainer.lr_scheduler_configs],
             random_states=RandomStates(),
         )
-
-    def _keep(self, state: Mapping[str, Any]) -> Callable[[str], str | None]:
-        """Return a function for `rename=` that leaves out what the state has no use for."""
-        return keep_only(*state)
 
     def _find_newest(self, manager: CheckpointManager) -> int | None:
         """Return the newest step of a run; one GET of rank 0, whose error all ranks raise."""
         found: Any = None
-        if self.is_global_zero:  # type: ignore[attr-defined]  # of the strategy
+        if self.is_global_zero:
             try:
                 info = manager.run.latest()
                 found = None if info is None else info.step
             except DcpRemoteError as error:
                 found = error
-        found = self.broadcast(found)  # type: ignore[attr-defined]  # as above
+        found = self.broadcast(found)
         if isinstance(found, DcpRemoteError):
             raise found
-        return found  # type: ignore[no-any-return]  # what rank 0 has found
+        return int(found) if found is not None else None
 
 
-class RemoteFSDPStrategy(RemoteStrategy, FSDPStrategy):  # type: ignore[misc]  # Lightning may not be installed
+class RemoteFSDPStrategy(RemoteStrategy, FSDPStrategy):
     """`FSDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteModelParallelStrategy(RemoteStrategy, ModelParallelStrategy):  # type: ignore[misc]  # as above
+class RemoteModelParallelStrategy(RemoteStrategy, ModelParallelStrategy):
     """`ModelParallelStrategy` (FSDP2, tensor parallelism) with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteDDPStrategy(RemoteStrategy, DDPStrategy):  # type: ignore[misc]  # as above
+class RemoteDDPStrategy(RemoteStrategy, DDPStrategy):
     """`DDPStrategy` with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # as above
+class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):
     """`SingleDeviceStrategy` with checkpoints in runs; see `RemoteStrategy`."""
 
 
-class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignore[misc]  # as above
+class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):
     """`DeepSpeedStrategy` with checkpoints in runs, of any stage for any other; see `RemoteStrategy`."""
 
     @property
@@ -445,34 +407,32 @@ class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):  # type: ignor
         """Engine of DeepSpeed."""
         return self.deepspeed_engine
 
-    def _tensors(self, *, is_training: bool) -> dict[str, Any]:
+    def _engine_state(self) -> dict[str, Any]:
         from dcp_remote.integrations.deepspeed import engine_state
 
-        state = engine_state(self._engine, exclude_frozen_parameters=bool(self.exclude_frozen_parameters))
-        if not is_training:
-            return {"model": state["model"]}
-        schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
-        own = training_state(
-            scheduler=schedulers[0] if len(schedulers) == 1 else _by_number(schedulers), random_states=RandomStates()
-        )
-        return state | own
-
-    def _keep(self, state: Mapping[str, Any]) -> Callable[[str], str | None]:
-        return leave_out_unused(state, keep_only(*state))
+        return engine_state(self._engine, exclude_frozen_parameters=bool(self.exclude_frozen_parameters))
 
 
-def _save_checkpoint(
-    trainer: Any, own: Callable[..., None], filepath: Any, weights_only: Any = None, storage_options: Any = None
-) -> None:
-    """Save to a run, or to a local file by Trainer's own method; no closure, so that a trainer can be pickled."""
-    if not is_remote(to_url(filepath)):
-        own(filepath, weights_only, storage_options)
+# ---- change of Trainer itself, made when this module is imported
+
+_FOLDER_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+_save_locally = Trainer.save_checkpoint
+
+
+@functools.wraps(_save_locally)
+def _save_checkpoint(self: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None) -> None:
+    """Save to a run by a strategy of this module, or to a local file as Lightning does."""
+    url, strategy = to_url(filepath), self.strategy
+    is_of_lightning = not isinstance(strategy, (RemoteStrategy, *_FOLDER_STRATEGIES))
+    if not is_remote(url) or is_of_lightning or self.model is None:
+        _save_locally(self, filepath, weights_only, storage_options)
         return
+    if not isinstance(strategy, RemoteStrategy):
+        refuse_url(filepath, strategy, module=__name__, user="Trainer")
     if storage_options is not None:
         raise InvalidArgumentError("Pass storage_options in checkpoint_settings of the strategy.")
-    with trainer.profiler.profile("save_checkpoint"):
-        trainer.strategy._save(trainer, to_url(filepath), weights_only=bool(weights_only))
+    with self.profiler.profile("save_checkpoint"):
+        strategy._save(self, url, weights_only=bool(weights_only))
 
 
-def _by_number(values: list[Any]) -> dict[str, Any] | None:
-    return {str(number): value for number, value in enumerate(values)} or None
+Trainer.save_checkpoint = _save_checkpoint

@@ -6,15 +6,12 @@ system of fsspec for the scheme.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import model_checkpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from dcp_remote import CheckpointInfo, is_remote, open_run
@@ -30,6 +27,12 @@ _given: dict[str, dict[str, bool]] = {}
 def to_url(path: Any) -> str:
     """Return the URL of a path; gives back the slash that `os.path.normpath` has taken from `s3://`."""
     return re.sub(r"^([a-z0-9]+):/(?!/)", r"\1://", str(path)).rstrip("/")
+
+
+def run_of(callback: Any) -> str | None:
+    """Return the URL of the run to which a callback saves; None if that is a local folder."""
+    url = to_url(callback.dirpath or "")
+    return url if is_remote(url) else None
 
 
 def note_name(run_url: str, name: str, *, is_given: bool) -> None:
@@ -48,7 +51,7 @@ def adopt_last(trainer: Any, states: Mapping[str, Any]) -> None:
     """
     for callback in trainer.checkpoint_callbacks:
         state = states.get(callback.state_key)
-        is_own = isinstance(callback, model_checkpoint.ModelCheckpoint) and is_remote(to_url(callback.dirpath or ""))
+        is_own = isinstance(callback, model_checkpoint.ModelCheckpoint) and run_of(callback) is not None
         if state is not None and is_own and not state["last_model_path"] and state["dirpath"] == callback.dirpath:
             state["last_model_path"] = callback.format_checkpoint_name({}, callback.CHECKPOINT_NAME_LAST)
 
@@ -109,26 +112,10 @@ class RunFiles:
         return [info for info in open_run(url, **open_options).checkpoints() if not info.abandoned]
 
 
-@functools.wraps(Trainer.save_checkpoint)
-def _save_checkpoint(self: Any, filepath: Any, *arguments: Any, **options: Any) -> None:
-    """Refuse URLs for strategies of Lightning that write folders: they would make a local folder of that name."""
-    is_local = isinstance(self.strategy, _FOLDER_STRATEGIES) and not getattr(self.strategy, "saves_to_runs", False)
-    if is_local and is_remote(to_url(filepath)):
-        name = type(self.strategy).__name__
-        raise InvalidArgumentError(
-            f"{name} writes to local folders alone. Pass Remote{name} of dcp_remote.integrations.lightning to Trainer.",
-            url=filepath,
-        )
-    _save_locally(self, filepath, *arguments, **options)
-
-
 def _get_filesystem(path: Any, **options: Any) -> Any:
     return RunFiles() if is_remote(to_url(path)) else _get_own_filesystem(path, **options)
 
 
-_FOLDER_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-_save_locally = Trainer.save_checkpoint
-Trainer.save_checkpoint = _save_checkpoint
 _get_own_filesystem = model_checkpoint.get_filesystem
 for _module in (model_checkpoint, checkpoint_connector):
     _module.get_filesystem = _get_filesystem

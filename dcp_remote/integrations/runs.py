@@ -6,7 +6,7 @@ import difflib
 import inspect
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from dcp_remote import CheckpointManager, PerRank, is_remote, open_run
+from dcp_remote import CheckpointManager, Opaque, PerRank, is_remote, open_run
 from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError, StateMismatchError
-from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.entries import keep_only, keep_used
 
 T = TypeVar("T")
 
@@ -110,6 +110,11 @@ def require_settings(settings: Mapping[str, Any]) -> None:
             )
 
 
+def storage_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a manager that `open_run` takes as well."""
+    return {name: value for name, value in settings.items() if name == "storage_options"}
+
+
 @contextmanager
 def framework_words(words: Mapping[str, str]) -> Iterator[None]:
     """Let errors name what the user of a framework can pass, in place of arguments of `CheckpointManager`.
@@ -181,21 +186,101 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
     _steps[optimizer] += 1
 
 
-def restore_own(manager: CheckpointManager, values: dict[str, Any], checkpoint: str | int | None) -> None:
-    """Read entries that one framework alone saves, in place; leave the values where the checkpoint has none of them.
+def save_step(
+    run_url: str,
+    step: int,
+    make_state: Callable[[], Mapping[str, Any]],
+    *,
+    settings: Mapping[str, Any],
+    owners: Mapping[str, Any],
+    **options: Any,
+) -> None:
+    """Save a state by the manager of a run; a second save of the same state uploads nothing, and adds its name.
+
+    Args:
+        run_url: URL of the run.
+        step: Step of the checkpoint.
+        make_state: Function that returns the state, called once all ranks have come.
+        settings: Keyword arguments of `CheckpointManager`.
+        owners: Objects whose state is saved, as for `can_repeat`.
+        options: Keyword arguments of `CheckpointManager.save`; without `wait` it returns when all ranks have copied
+            their state, so that a rank that fails before is heard of.
+    """
+    exist_ok = not options.get("overwrite") and can_repeat(run_url, step, **owners)
+    options["wait"] = options.get("wait") or "begun"
+    manager_of(run_url, **settings).save(step, make_state, exist_ok=exist_ok, **options)
+    note_step(run_url, step, **owners)
+
+
+def read_own(
+    manager: CheckpointManager, checkpoint: str | int | None, shared_key: str, rank_key: str
+) -> tuple[Any, Any]:
+    """Return the two values that one framework alone saves: that of all ranks, and this rank's; None for one not saved.
 
     Every rank calls this. Costs what `CheckpointManager.restore` costs; changes nothing of the run.
 
     Args:
         manager: Manager of the run.
-        values: `Opaque` values, or a `RankValue` of one, by key.
         checkpoint: Name or step; None is the newest.
+        shared_key: Key of the `Opaque` value of all ranks.
+        rank_key: Key of the `Opaque` value of each rank.
 
     Raises:
         CheckpointNotFoundError: There is no such checkpoint.
     """
+    shared, own = Opaque[Any](None), Opaque[Any](None)
+    state: dict[str, Any] = {shared_key: shared, rank_key: RankValue(own)}
     with suppress(StateMismatchError):  # raised where no entry at all would be read
-        manager.restore(values, checkpoint, rename=keep_only(*values), missing="keep", go_on=False, must_exist=True)
+        manager.restore(state, checkpoint, rename=keep_only(*state), missing="keep", go_on=False, must_exist=True)
+    return shared.value, own.value
+
+
+def restore_existing(
+    manager: CheckpointManager,
+    state: dict[str, Any],
+    checkpoint: str | int | None,
+    *,
+    is_strict: bool = True,
+    **options: Any,
+) -> int:
+    """Read a checkpoint of any framework into a state, in place, and return its step; dtypes are converted.
+
+    Args:
+        manager: Manager of the run.
+        state: State; entries of the checkpoint under other keys than the state's are left out.
+        checkpoint: Name or step; None is the newest.
+        is_strict: False to keep values that the checkpoint lacks, and to leave out those that the state lacks.
+        options: Keyword arguments of `CheckpointManager.restore`; a `rename` chooses other entries.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        StateMismatchError: State and checkpoint have other entries or shapes.
+    """
+    lenience: dict[str, Any] = {} if is_strict else {"missing": "keep", "unexpected": "ignore"}
+    options = {"rename": keep_used(state)} | lenience | options
+    # Converted, since masters of DeepSpeed are fp32, whatever the dtype of the model.
+    step = manager.restore(state, checkpoint, dtype="convert", must_exist=True, **options)
+    assert step is not None, "must_exist"
+    return step
+
+
+def load_weights(path: CheckpointPath, model: Any, settings: Mapping[str, Any], **options: Any) -> int:
+    """Read the weights of a checkpoint of any framework, in place, and return its step; the run is not gone on from.
+
+    Args:
+        path: Checkpoint.
+        model: State of the model.
+        settings: Keyword arguments of `CheckpointManager`.
+        options: Keyword arguments of `CheckpointManager.restore`.
+
+    Raises:
+        CheckpointNotFoundError: There is no such checkpoint.
+        StateMismatchError: Model and checkpoint have other names or shapes.
+    """
+    # A manager of its own: a save into this run may follow, with its settings.
+    with CheckpointManager(path.run_url, **settings) as manager:
+        state = {"model": model}
+        return restore_existing(manager, state, path.checkpoint, unexpected="ignore", go_on=False, **options)
 
 
 def wait_for_saves() -> None:

@@ -9,7 +9,6 @@ Settings of the run follow the import as JSON:
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -23,7 +22,7 @@ from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
-from dcp_remote.integrations.runs import framework_words
+from dcp_remote.integrations.runs import find_checkpoint, framework_words, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ _WORDS = {
 }
 
 
-class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan may not be installed
+class RemoteCheckpointManager(CheckpointManager):
     """Checkpoint manager of torchtitan that saves to a run, and loads from there.
 
     Options of `checkpoint` mean what torchtitan says; `async_mode` has no effect, because each save is uploaded in the
@@ -57,7 +56,7 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):  # type: ignore[misc]  # as above
+    class Config(CheckpointManager.Config):
         """Settings of torchtitan, and of the run.
 
         Attributes:
@@ -83,7 +82,7 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
         if config.keep_latest_k:
             settings["retention"] = Retention(keep_last=config.keep_latest_k, keep_named=False)
         self._run = RunManager(self.folder, **settings)
-        self._storage_options = settings.get("storage_options")
+        self._storage = storage_of(settings)
         # torchtitan's own loading would look for checkpoints there by fsspec; it is asked only if the run has none.
         self.folder = ""
 
@@ -124,12 +123,10 @@ class RemoteCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torch
     def _load_initial(self) -> bool:
         if self.initial_load_path is None or not is_remote(self.initial_load_path):
             return bool(super()._load())
-        options = {} if self._storage_options is None else {"storage_options": self._storage_options}
-        named = re.fullmatch(r"(.+)/step-(\d+)/?", self.initial_load_path)
-        url, step = (named[1], int(named[2])) if named else (self.initial_load_path, None)
+        path = find_checkpoint(self.initial_load_path, **self._storage)
         states = {MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest())
-        with RunManager(url, **options) as run:
-            self._restore(run, states, step, go_on=False, must_exist=True)
+        with RunManager(path.run_url, **self._storage) as run:
+            self._restore(run, states, path.checkpoint, go_on=False, must_exist=True)
         return True
 
     def _restore(
@@ -210,7 +207,7 @@ class _Position:
         self._loader.load_state_dict(state)
 
 
-@override(target=CheckpointManager.Config, description="Checkpoints in object storage, by dcp_remote")  # type: ignore[untyped-decorator]  # as above
+@override(target=CheckpointManager.Config, description="Checkpoints in object storage, by dcp_remote")  # type: ignore[untyped-decorator]  # torchtitan may not be installed
 def remote_checkpoint(config: Any, **settings: Any) -> RemoteCheckpointManager.Config:
     """Return the configuration of a `RemoteCheckpointManager` with the values of torchtitan's.
 

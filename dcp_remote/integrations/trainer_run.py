@@ -13,24 +13,15 @@ from typing import Any
 
 import transformers
 
-from dcp_remote import (
-    CheckpointManager,
-    Files,
-    ModelState,
-    Opaque,
-    PerRank,
-    RandomStates,
-    is_remote,
-    training_state,
-)
+from dcp_remote import CheckpointManager, Files, ModelState, Opaque, PerRank, RandomStates, is_remote
 from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.integrations import runs
 from dcp_remote.integrations.adapters import AdapterState, is_peft
-from dcp_remote.integrations.entries import keep_only, leave_out, leave_out_unused
-from dcp_remote.integrations.runs import find_checkpoint, manager_of, split_path, wait_for_saves
+from dcp_remote.integrations.entries import keep_only, leave_out
 from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
-from dcp_remote.integrations.wrappers import unwrap_optimizer
+from dcp_remote.integrations.wrappers import training_parts, unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +39,7 @@ _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_p
 
 
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
-_WORDS = {"true": True, "false": False}
+_TRUTH_VALUES = {"true": True, "false": False}
 
 # Arguments that the user of a Trainer can pass, for the advice of errors.
 WORDS = {
@@ -121,13 +112,12 @@ class RemoteRun:
         self.is_collecting = False
         self._read_from: tuple[CheckpointManager, int] | None = None
         self._read_entries: frozenset[str] = frozenset()
-        self._saved_step: int | None = None
         self._has_saved = False
 
     @property
     def manager(self) -> CheckpointManager:
         """Manager of the run; made when first asked for, after the process group."""
-        return manager_of(self.url, **self._settings)
+        return runs.manager_of(self.url, **self._settings)
 
     @property
     def stops_on_notice(self) -> bool:
@@ -149,16 +139,17 @@ class RemoteRun:
         step: int = trainer.state.global_step
         if trainer.state.best_global_step == step:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
-        self.manager.save(
+        # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
+        runs.save_step(
+            self.url,
             step,
             lambda: self._collect(trainer, step, write_own_files),
+            settings=self._settings,
+            owners={"trainer": trainer},
             name=f"checkpoint-{step}",
             metrics=metrics_of(trainer.state),
-            wait="begun",  # a rank that fails in `_collect` is heard of before training goes on
-            # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
-            exist_ok=step == self._saved_step,
         )
-        self._saved_step, self._has_saved = step, True
+        self._has_saved = True
         # A collective of torch, which would wait for ever for a rank that does not come to the save.
         trainer.store_flos()
 
@@ -200,25 +191,20 @@ class RemoteRun:
 
     def _training(self, trainer: Any, *, is_model_alone: bool) -> dict[str, Any]:
         """Return the state of model, optimizer, scheduler, scaler and random states; the same to save and to load."""
-        model = self._model_state(trainer)
+        model = {"model": self._model_state(trainer)}
         if is_model_alone:
-            return {"model": model}
-        own: dict[str, Any] = {"random": PerRank(self.random)}
-        if trainer.is_deepspeed_enabled:
-            state = self._engine_state(trainer)
-            if "scheduler" not in state:  # the engine does not know a scheduler that Trainer has made
-                state["scheduler"] = trainer.lr_scheduler
-            return state | own
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        state = training_state(
-            model=trainer.model,
-            optimizer=unwrap_optimizer(trainer.optimizer),
-            scheduler=trainer.lr_scheduler,
-            scaler=scaler if scaler is not None and scaler.is_enabled() else None,
-            random_states=False,
-            extra=own,
+            return model
+        engine = self._engine_state(trainer) if trainer.is_deepspeed_enabled else {}
+        state = training_parts(
+            engine,
+            models=[trainer.model],
+            optimizers=[unwrap_optimizer(trainer.optimizer)],
+            # The engine does not know a scheduler that Trainer has made.
+            schedulers=[] if "scheduler" in engine else [trainer.lr_scheduler],
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            extra={"random": PerRank(self.random)},
         )
-        return state | {"model": model}
+        return state | model
 
     def _model_state(self, trainer: Any) -> Any:
         if trainer.is_deepspeed_enabled:
@@ -247,8 +233,8 @@ class RemoteRun:
                 not one of a trainer.
             CheckpointNotFoundError: The checkpoint that was asked for does not exist.
         """
-        resume_from = _WORDS.get(str(resume_from).lower(), resume_from)
-        self._saved_step, self.best_url, self._read_from = None, None, None
+        resume_from = _TRUTH_VALUES.get(str(resume_from).lower(), resume_from)
+        self.best_url, self._read_from = None, None
         self.random = HeldRandomStates()
         is_local = not self._is_own_url(resume_from) and _is_local(resume_from)
         can_resume = self._resumes and not self._has_saved and (resume_from is None or is_local)
@@ -287,7 +273,7 @@ class RemoteRun:
             yield None
             return
         self._read_from, self._read_entries = (manager, step), frozenset(about.value["entries"])
-        _report_changes(trainer, about.value, manager.url, step)
+        _warn_of_batches(trainer, about.value, manager.url, step)
         folder = self.folder / "resumed" / f"checkpoint-{step}"
         try:
             self._write_resumed(files, folder)
@@ -311,34 +297,19 @@ class RemoteRun:
             del state[key]
         if {*lacking} - {_ENGINE_KEY}:
             logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(lacking))
-        is_own = manager is self.manager
-        manager.restore(
-            state,
-            step,
-            rename=leave_out_unused(state, leave_out(FILES_KEY, ABOUT_KEY, *({_ENGINE_KEY} - state.keys()))),
-            # Such as the scaler of a training in fp16, which goes on in another precision: a warning names what it is.
-            unexpected="ignore",
-            dtype="convert",  # masters of DeepSpeed are fp32, whatever the dtype of the model
-            go_on=is_own,
-            must_exist=True,
-        )
-        self._saved_step = step if is_own else None
+        rename, is_own = leave_out(state, FILES_KEY, ABOUT_KEY), manager is self.manager
+        # Ignored are such as the scaler of a training in fp16, which goes on in another precision: a warning names it.
+        runs.restore_existing(manager, state, step, rename=rename, unexpected="ignore", go_on=is_own)
+        if is_own:
+            runs.note_step(self.url, step, trainer=trainer)
 
     def load_best(self, trainer: Any) -> None:
         """Read the weights of the best checkpoint into the model; the run goes on from where it was."""
         url: str = trainer.state.best_model_checkpoint
-        path = split_path(url) if not self.has_url(url) else None
-        manager = self.manager if path is None else self._manager_of(path.run_url)
+        manager = self.manager if self.has_url(url) else self._manager_of(runs.split_path(url).run_url)
         name = url.rpartition("/")[2]
         logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
-        manager.restore(
-            {"model": self._model_state(trainer)},
-            name,
-            rename=keep_only("model"),
-            dtype="convert",
-            go_on=False,
-            must_exist=True,
-        )
+        runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
 
     def _locate(self, resume_from: Any) -> tuple[CheckpointManager, str | int | None]:
         """Return the manager of the run to resume from, and the step or name of the checkpoint; None is the newest."""
@@ -348,16 +319,15 @@ class RemoteRun:
         name = text.removeprefix(f"{self.url}/")
         if "/" not in name:
             return self.manager, int(name) if name.isdecimal() else name
-        options = {name: self._settings[name] for name in ("storage_options",) if name in self._settings}
-        wait_for_saves()
-        path = find_checkpoint(text, **options)
+        runs.wait_for_saves()
+        path = runs.find_checkpoint(text, **runs.storage_of(self._settings))
         return self._manager_of(path.run_url), path.checkpoint
 
     def _is_own_url(self, resume_from: Any) -> bool:
         return str(resume_from).rstrip("/") == self.url or self.has_url(str(resume_from))
 
     def _manager_of(self, url: str) -> CheckpointManager:
-        return manager_of(url, **{name: self._settings[name] for name in self._settings.keys() - _SAVING_SETTINGS})
+        return runs.manager_of(url, **{name: self._settings[name] for name in self._settings.keys() - _SAVING_SETTINGS})
 
     def _find_newest(self) -> int | None:
         """Return the step of the run's newest checkpoint; -1 if it is another framework's, None if there is none."""
@@ -387,16 +357,8 @@ def _global_batch(trainer: Any) -> int:
     return int(trainer._train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size)
 
 
-def _report_changes(trainer: Any, about: Mapping[str, Any], url: str, step: int) -> None:
+def _warn_of_batches(trainer: Any, about: Mapping[str, Any], url: str, step: int) -> None:
     saved, here = about["global_batch"], _global_batch(trainer)
-    if about["world_size"] != trainer.args.world_size:
-        logger.info(
-            "%s: step %d was saved by %d ranks and is loaded by %d",
-            url,
-            step,
-            about["world_size"],
-            trainer.args.world_size,
-        )
     if saved != here and not trainer.args.ignore_data_skip:
         logger.warning(
             "%s: step %d was trained with %d samples a step, and this job has %d. Trainer finds its place in the data "

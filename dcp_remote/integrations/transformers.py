@@ -19,11 +19,11 @@ import transformers.trainer as trainer_module
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from dcp_remote import CheckpointManager, ModelState, is_remote
+from dcp_remote import ModelState, is_remote
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations import runs
 from dcp_remote.integrations.folders import leave_to_trainer
-from dcp_remote.integrations.runs import find_checkpoint, framework_words, require_settings, wait_for_saves
+from dcp_remote.integrations.runs import framework_words
 from dcp_remote.integrations.trainer_retention import with_retention
 from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, WORDS, RemoteRun
 
@@ -56,7 +56,7 @@ def remote(
 
     `train(resume_from_checkpoint=…)` takes True or "True", as a command line gives it (the newest checkpoint of the
     run; from the beginning, with a warning, if there is none), the URL of a run, the URL or name of a checkpoint, or a
-    local folder, which is `Trainer`'s own affair. Without it, and without `start_over=True`, a run that has checkpoints
+    local folder, which `Trainer` loads itself. Without it, and without `start_over=True`, a run that has checkpoints
     is refused. `train` returns when the last checkpoint is committed.
 
     `args.save_total_limit` is the retention: the newest checkpoint and that of the best model always stay.
@@ -85,7 +85,7 @@ def remote(
             raise InvalidArgumentError("This trainer saves to another run already.", url=url, other=subject._remote.url)
         return trainer
     _require_supported(subject)
-    require_settings(settings)
+    runs.require_settings(settings)
     leave_to_trainer(url)
     subject._remote = RemoteRun(
         url.rstrip("/"),
@@ -103,7 +103,7 @@ def remote(
 def enable(url: str, **settings: Any) -> None:
     """Make every `Trainer` that is made from now on save its checkpoints to a run, as `remote` does.
 
-    For programs that make their trainer out of sight. Every rank calls this, before the trainer is made.
+    For programs that make their trainer in their own code. Every rank calls this, before the trainer is made.
 
     Args:
         url: URL of the run.
@@ -142,27 +142,23 @@ def load_weights(
         CheckpointNotFoundError: There is no checkpoint.
         StateMismatchError: No weight of the model is in the checkpoint, or shapes differ.
     """
-    options: dict[str, Any] = {} if storage_options is None else {"storage_options": storage_options}
-    wait_for_saves()
-    path = find_checkpoint(url, **options)
-    # A manager of its own: a trainer may open the run afterwards, with its settings.
-    with CheckpointManager(path.run_url, **options) as manager:
-        step = manager.restore(
-            {"model": ModelState(model)},
-            path.checkpoint,
-            rename=keep_only("model"),
-            exclude=exclude,
-            missing="keep",
-            unexpected="ignore",
-            dtype="convert",
-            go_on=False,
-            must_exist=True,
-        )
-    assert step is not None
-    return step
+    settings: dict[str, Any] = {} if storage_options is None else {"storage_options": storage_options}
+    runs.wait_for_saves()
+    path = runs.find_checkpoint(url, **settings)
+    return runs.load_weights(path, ModelState(model), settings, exclude=exclude, missing="keep")
 
 
-class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may not be installed
+def _local_alone(name: str) -> Any:
+    """Return a method that writes or reads a part of a local checkpoint as Trainer does, and none of a remote one."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._remote.is_own((*args, *kwargs.values())[0]):
+            getattr(super(RemoteCheckpointMixin, self), name)(*args, **kwargs)
+
+    return method
+
+
+class RemoteCheckpointMixin(_Base):
     """Methods of a trainer that `remote` has changed; they come before those of the trainer's own class.
 
     Code of `Trainer` and of the trainer's class still runs around a checkpoint: what it writes goes to a temporary
@@ -196,20 +192,12 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
         if not self._remote.is_own(output_dir):
             super().save_model(output_dir, _internal_call)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write nothing for a remote checkpoint."""
-        if not self._remote.is_own(output_dir):
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """Write nothing for a remote checkpoint."""
-        if not self._remote.is_own(output_dir):
-            super()._save_scaler(output_dir)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Write nothing for a remote checkpoint."""
-        if not self._remote.is_own(output_dir):
-            super()._save_rng_state(output_dir)
+    # A remote checkpoint is saved as a whole, and read as a whole when its optimizer is asked for.
+    _save_optimizer_and_scheduler = _local_alone("_save_optimizer_and_scheduler")
+    _save_scaler = _local_alone("_save_scaler")
+    _save_rng_state = _local_alone("_save_rng_state")
+    _load_from_checkpoint = _local_alone("_load_from_checkpoint")
+    _load_scaler = _local_alone("_load_scaler")
 
     def store_flos(self) -> None:
         """Add up the operations of all ranks, by a collective of torch; not inside of a save, where a rank may fail."""
@@ -237,22 +225,12 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
             return [], None
         return super().get_batch_samples(*args, **kwargs)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load nothing yet for a remote checkpoint: model and optimizer are read together."""
-        if not self._remote.is_own(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Read model, optimizer and scheduler of a remote checkpoint into those of this trainer."""
         if self._remote.is_own(checkpoint):
             self._remote.restore(self)
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load nothing for a remote checkpoint: the scaler was read with the optimizer."""
-        if not self._remote.is_own(checkpoint):
-            super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states that were read from a remote checkpoint."""
@@ -269,7 +247,7 @@ class RemoteCheckpointMixin(_Base):  # type: ignore[misc]  # Transformers may no
             super()._load_best_model()
 
 
-class _RemoteCallback(TrainerCallback):  # type: ignore[misc]  # Transformers may not be installed
+class _RemoteCallback(TrainerCallback):
     """Part of a remote trainer at moments that no method of `Trainer` marks in all versions."""
 
     def __init__(self, run: RemoteRun) -> None:

@@ -1,8 +1,11 @@
-"""Wrappers that frameworks put around modules and optimizers: names without them, and the object inside."""
+"""Objects of a training as frameworks hold them: wrapped, and in lists or dicts of which some have one value."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from dcp_remote import RandomStates, training_state
 
 # Modules by which `torch.compile` and activation checkpointing wrap others.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -18,3 +21,42 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def one_or_named(values: Mapping[str, Any] | Sequence[Any]) -> Any:
+    """Return a value alone; of several a dict, by name or by number; None if there is none."""
+    named = values if isinstance(values, Mapping) else {str(number): value for number, value in enumerate(values)}
+    return next(iter(named.values())) if len(named) == 1 else dict(named) or None
+
+
+def training_parts(
+    engine: Mapping[str, Any],
+    *,
+    models: Mapping[str, Any] | Sequence[Any],
+    optimizers: Mapping[str, Any] | Sequence[Any],
+    schedulers: Mapping[str, Any] | Sequence[Any],
+    scaler: Any = None,
+    random_states: bool | RandomStates = False,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the state of a training under the names that all frameworks share; the same to save and to load.
+
+    Args:
+        engine: State of an engine of DeepSpeed, which takes the place of models, optimizers and scaler; {} without one.
+        models: Models, by name or in a list.
+        optimizers: Optimizers.
+        schedulers: Schedulers, which take the place of the engine's.
+        scaler: Gradient scaler, which is left out unless it is enabled.
+        random_states: As of `training_state`.
+        extra: As of `training_state`.
+    """
+    has_scaler = scaler is not None and not engine and scaler.is_enabled()
+    own = training_state(
+        model=None if engine else one_or_named(models),
+        optimizer=None if engine else one_or_named(optimizers),
+        scheduler=one_or_named(schedulers),
+        scaler=scaler if has_scaler else None,
+        random_states=random_states,
+        extra=extra,
+    )
+    return dict(engine) | own

@@ -94,7 +94,7 @@ class Layout:
     Attributes:
         optimizer: Base optimizer, whose state has the partitions' `masters` as keys.
         partitions: Partitions of this rank.
-        frozen: Shards of parameters without a master copy in ZeRO-3, by name: (shape, first element, elements).
+        frozen: Shards of parameters without a master copy in ZeRO-3, by name.
         refresh: Function that copies the masters into the parameters of the module; a collective of torch in ZeRO.
         owner: Optimizer of DeepSpeed that links parameters to their states; None if there are no links.
     """
@@ -154,33 +154,11 @@ def read_layout(engine: Any) -> Layout:
     if kind is DeepSpeedZeRoOffload:
         parameters = list(engine.module.parameters())
         return Layout(None, (), _shards(parameters, names), lambda: _refresh_shards(optimizer, parameters))
-    if kind is DeepSpeedZeroOptimizer:
-        partitions = _read_flat_groups(
-            optimizer.round_robin_bit16_groups,
-            optimizer.single_partition_of_fp32_groups,
-            optimizer.real_dp_process_group,
-            names,
-            # Since parameters may be aligned to 16 bytes, with padding between them.
-            offsets=getattr(optimizer, "round_robin_bit16_offsets", None),
-        )
+    if kind in {DeepSpeedZeroOptimizer, BF16_Optimizer}:
+        partitions = _read_flat_groups(optimizer, names)
         return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer), optimizer)
-    if kind is BF16_Optimizer:
-        partitions = _read_flat_groups(
-            optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group, names
-        )
-        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_flat(optimizer), optimizer)
-    if kind is FP16_Optimizer:
-        pairs = enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True))
-        partitions = tuple(_whole_partition(group, flat, parameters, names) for group, (parameters, flat) in pairs)
-        return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_whole(partitions))
-    if kind is FP16_UnfusedOptimizer:
-        partitions = tuple(
-            _whole_partition(group, master, [parameter], names)
-            for group, (parameters, masters) in enumerate(
-                zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            )
-            for parameter, master in zip(parameters, masters, strict=True)
-        )
+    if kind in {FP16_Optimizer, FP16_UnfusedOptimizer}:
+        partitions = _read_whole_groups(optimizer, names)
         return Layout(optimizer.optimizer, partitions, {}, lambda: _refresh_whole(partitions))
     raise InvalidArgumentError(
         "The layout of this optimizer of DeepSpeed is not known: ZeRO stages 0 to 3 and offload are supported; MiCS, "
@@ -205,9 +183,7 @@ def _read_stage3(module: nn.Module, optimizer: Any, names: dict[int, list[str]])
         offset, fragments = 0, []
         for parameter in parameters:
             start, elements, padded = _shard_range(parameter)
-            fragments.append(
-                Fragment(_name(parameter, names), parameter, tuple(parameter.ds_shape), start, offset, elements)
-            )
+            fragments.append(_fragment(parameter, names, start, offset, elements))
             offset += padded
         group = optimizer.sub_group_to_group_id[number]
         partitions.append(Partition(flat, group, tuple(fragments), swapped_partition(optimizer, number)))
@@ -246,45 +222,57 @@ def _shards(parameters: Iterable[Any], names: dict[int, list[str]]) -> dict[str,
     return shards
 
 
-def _read_flat_groups(
-    groups: Iterable[list[nn.Parameter]],
-    flats: Iterable[torch.Tensor],
-    process_groups: Iterable[Any],
-    names: dict[int, list[str]],
-    *,
-    offsets: Iterable[list[int]] | None = None,
-) -> tuple[Partition, ...]:
+def _read_flat_groups(optimizer: Any, names: dict[int, list[str]]) -> tuple[Partition, ...]:
     """Return the partitions of ZeRO-1 and 2: each rank has an equal range of the flattened group."""
+    is_bf16 = isinstance(optimizer, BF16_Optimizer)
+    groups = optimizer.bf16_groups if is_bf16 else optimizer.round_robin_bit16_groups
+    # Given, since parameters may be aligned to 16 bytes, with padding between them.
+    given = getattr(optimizer, "round_robin_bit16_offsets", None) or [None] * len(groups)
     partitions = []
-    given = offsets if offsets is not None else itertools.repeat(None)
-    for group, (parameters, flat, process_group, own_offsets) in enumerate(
-        zip(groups, flats, process_groups, given)  # noqa: B905  # `given` may be endless
+    for group, (parameters, flat, process_group, offsets) in enumerate(
+        zip(groups, _flat_masters(optimizer), optimizer.real_dp_process_group, given, strict=False)
     ):
         first = dist.get_rank(process_group) * flat.numel()
         numels = [parameter.numel() for parameter in parameters]
-        begins = own_offsets if own_offsets is not None else [0, *itertools.accumulate(numels)][:-1]
         fragments = []
-        for parameter, begin, elements in zip(parameters, begins, numels, strict=True):
+        for parameter, begin, elements in zip(parameters, offsets or _begins(numels), numels, strict=True):
             start = min(max(first - begin, 0), elements)
             stop = min(max(first + flat.numel() - begin, 0), elements)
             offset = max(begin - first, 0) if stop > start else 0
-            fragments.append(
-                Fragment(_name(parameter, names), parameter, tuple(parameter.shape), start, offset, stop - start)
-            )
+            fragments.append(_fragment(parameter, names, start, offset, stop - start))
         partitions.append(Partition(flat, group, tuple(fragments)))
     return tuple(partitions)
 
 
-def _whole_partition(
-    group: int, masters: torch.Tensor, parameters: list[nn.Parameter], names: dict[int, list[str]]
-) -> Partition:
-    """Return a partition that has whole parameters, one after another."""
-    begins = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
-    fragments = tuple(
-        Fragment(_name(parameter, names), parameter, tuple(parameter.shape), 0, begin, parameter.numel())
-        for parameter, begin in zip(parameters, begins[:-1], strict=True)
-    )
-    return Partition(masters, group, fragments)
+def _flat_masters(optimizer: Any) -> Any:
+    """Return this rank's part of the flattened masters of each group in ZeRO-1 and 2."""
+    is_bf16 = isinstance(optimizer, BF16_Optimizer)
+    return optimizer.fp32_groups_flat_partition if is_bf16 else optimizer.single_partition_of_fp32_groups
+
+
+def _read_whole_groups(optimizer: Any, names: dict[int, list[str]]) -> tuple[Partition, ...]:
+    """Return the partitions of stage 0 in 16 bits: whole parameters, one after another, or one in each."""
+    is_flat = isinstance(optimizer, FP16_Optimizer)
+    masters = optimizer.fp32_groups_flat if is_flat else optimizer.fp32_groups
+    partitions = []
+    for group, (parameters, own) in enumerate(zip(optimizer.fp16_groups, masters, strict=True)):
+        held = [(own, parameters)] if is_flat else [(one, [each]) for one, each in zip(own, parameters, strict=True)]
+        for values, parts in held:
+            numels = [parameter.numel() for parameter in parts]
+            rows = zip(parts, _begins(numels), numels, strict=True)
+            fragments = [_fragment(parameter, names, 0, begin, elements) for parameter, begin, elements in rows]
+            partitions.append(Partition(values, group, tuple(fragments)))
+    return tuple(partitions)
+
+
+def _begins(numels: list[int]) -> list[int]:
+    """Return the number of each parameter's first element where all lie one after another."""
+    return [0, *itertools.accumulate(numels)][:-1]
+
+
+def _fragment(parameter: Any, names: dict[int, list[str]], start: int, offset: int, elements: int) -> Fragment:
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    return Fragment(_name(parameter, names), parameter, shape, start, offset, elements)
 
 
 def _name(parameter: nn.Parameter, names: dict[int, list[str]]) -> str:
@@ -303,7 +291,7 @@ def _name(parameter: nn.Parameter, names: dict[int, list[str]]) -> str:
 def _refresh_flat(optimizer: Any) -> None:
     optimizer.update_lp_params()
     # Views of the states by parameter, which DeepSpeed makes after the first step only, and then of one group.
-    masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
+    masters = _flat_masters(optimizer)
     if masters and all(optimizer.optimizer.state.get(flat) for flat in masters):  # none in an engine for evaluation
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -313,8 +301,7 @@ def _refresh_flat(optimizer: Any) -> None:
 def _refresh_whole(partitions: Iterable[Partition]) -> None:
     for partition in partitions:
         for fragment in partition.fragments:
-            part = partition.masters.detach().view(-1)[fragment.offset : fragment.offset + fragment.elements]
-            fragment.parameter.data.copy_(part.view(fragment.shape))
+            fragment.parameter.data.copy_(fragment.view_in(partition.masters.detach()).view(fragment.shape))
 
 
 def _refresh_shards(optimizer: Any, parameters: Iterable[Any]) -> None:

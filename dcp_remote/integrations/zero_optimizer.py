@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ __all__ = ["ZeroOptimizerState"]
 logger = logging.getLogger(__name__)
 
 _NAMES_SHOWN_MAX = 10
+
+# Number of a group, and an option of the group, in the name of an entry; of a nested option its first key.
+_OPTION = re.compile(r"param_groups\.(\d+)\.([^.]+)")
 
 
 class ZeroOptimizerState:
@@ -80,8 +85,9 @@ class ZeroOptimizerState:
             if name in saved
         }
         groups: dict[int, dict[str, Any]] = {}
-        for number, key in _split_groups(names):
-            known = layout.optimizer.param_groups
+        known = layout.optimizer.param_groups
+        for found in filter(None, map(_OPTION.match, names)):
+            number, key = int(found[1]), found[2]
             value = known[number].get(key) if number < len(known) and key != "params" else None
             groups.setdefault(number, {})[key] = value.clone() if isinstance(value, torch.Tensor) else value
         numbers = range(max(groups, default=-1) + 1)
@@ -107,8 +113,9 @@ class ZeroOptimizerState:
                     layout.forget_state(partition)
                 continue
             shaped, steps = _split_state(layout, partition)
-            for fragment in partition.fragments if self.is_required else ():
-                for value in shaped.values() if fragment.name not in saved else ():
+            if self.is_required:
+                lost = [fragment for fragment in partition.fragments if fragment.name not in saved]
+                for fragment, value in itertools.product(lost, shaped.values()):
                     fragment.view_in(value).zero_()
             flat_state = layout.optimizer.state[partition.masters]
             for key in steps:
@@ -191,18 +198,6 @@ def _like(current: Any, value: torch.Tensor, *, key: str, count: int) -> Any:
     if isinstance(current, torch.Tensor):
         return current.copy_(value)
     return type(current)(float(value))
-
-
-def _split_groups(names: Collection[str]) -> Iterator[tuple[int, str]]:
-    """Yield number and key of each option of a group; of a nested option its first key."""
-    seen = set()
-    for name in names:
-        first, _, rest = name.partition(".")
-        number, _, key = rest.partition(".")
-        found = (int(number) if number.isdecimal() else -1, key.partition(".")[0])
-        if first == "param_groups" and found[0] >= 0 and found not in seen:
-            seen.add(found)
-            yield found
 
 
 def _make_state(optimizer: Any, masters: torch.Tensor, group: int) -> None:

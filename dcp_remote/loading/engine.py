@@ -240,7 +240,7 @@ class _Progress:
                 self._take(part, fetched.data)
             matches = self._matches(part, fetched.digest, fetched.fetch)
         if not matches:
-            raise _corrupt(fetch, self._name(piece))
+            raise _corrupt(fetch, self._manifest.name_of_piece(piece))
 
     def _table_entries(self, piece: int, fetch: Fetch[RangePlan]) -> bytes:
         """Return the digests of all blocks of a piece, from its shard's table, verified by the manifest.
@@ -254,7 +254,7 @@ class _Progress:
             stop = first + table_entries(int(pieces.length[piece])) * DIGEST_BYTES
             entries = self._tables[int(pieces.shard[piece])][first:stop]
             if piece_digest(entries) != pieces.digest(piece):
-                raise _corrupt(fetch, self._name(piece))
+                raise _corrupt(fetch, self._manifest.name_of_piece(piece))
             self._entries[piece] = entries
         return entries
 
@@ -269,18 +269,6 @@ class _Progress:
             self.open_pieces[user] -= 1
             if not self.open_pieces[user]:
                 self._targets[user].complete()
-
-    def _name(self, piece: int) -> str:
-        """Return the name of the tensor or object that a piece belongs to."""
-        tensors = self._manifest.tensors
-        if piece >= int(tensors.piece_first[-1]):
-            return next(
-                item.name
-                for item in self._manifest.stored
-                if item.piece_first <= piece < item.piece_first + item.pieces
-            )
-        chunk = int(tensors.piece_first.searchsorted(piece, side="right")) - 1
-        return tensors.names[int(tensors.chunk_first.searchsorted(chunk, side="right")) - 1]
 
 
 def _corrupt(fetch: Fetch[int] | Fetch[RangePlan], entry: str) -> CorruptCheckpointError:

@@ -15,6 +15,8 @@ from dcp_remote.run.info import CheckpointInfo, best_of, catalog_of, require_run
 from dcp_remote.run.job import require_step_or_name
 from dcp_remote.run.labels import give_names, set_pin, take_names
 from dcp_remote.run.lookup import gone_error, read_manifest
+from dcp_remote.run.shard_check import Depth
+from dcp_remote.run.verification import VerifyReport, verify
 from dcp_remote.run.waiting import POLL_SECONDS, wait_for_newer
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_timeout
@@ -176,6 +178,28 @@ class Run:
                 raise
             url, save_id = self.url, self._shown.save_id
             raise gone_error(self._catalog(), save_id=save_id, step=self._shown.step, url=url) from error
+
+    def verify(self, step: int | str | None = None, *, depth: Depth = "sample") -> VerifyReport:
+        """Compare what is stored with the manifests: which shards and entries are damaged, and of which checkpoints.
+
+        A shard that several checkpoints name is read once. Objects that no checkpoint names are not looked at, nor are
+        headers of shards, which no load needs. A checkpoint that is deleted meanwhile is not damaged. Costs a GET for
+        the catalog and one for each manifest, and a HEAD for each shard; where damage is found, again a GET for the
+        catalog and for each manifest. Holds up to 128 MiB, five manifests, and 8 bytes for each piece.
+
+        Args:
+            step: Step or name of one checkpoint; None is all that are live, or a checkpoint by itself.
+            depth: "quick" compares the lengths of shards, and reads none. "sample" also reads up to three blocks of
+                each shard (at most 1 MiB each, other ones in each call) and its block table: up to four GETs. "deep"
+                reads all that the checkpoints name: a GET for each block table, and for each 4 MiB.
+
+        Raises:
+            CorruptCheckpointError: The catalog is damaged or lost; all other damage is in the report.
+            CheckpointGoneError: A checkpoint by itself was replaced meanwhile.
+        """
+        if step is not None:
+            require_step_or_name(step)
+        return verify(self._store, step=step, depth=depth, retry_seconds=self._timeout_seconds)
 
     def wait_for_newer(
         self, step: int | None, *, timeout_seconds: float, poll_seconds: float = POLL_SECONDS

@@ -10,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from dcp_remote.common.text import escape_unprintable, format_count
+from dcp_remote.common.text import escape_unprintable, format_count, join_some
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatchError
 from dcp_remote.format.entry_names import near_names, no_match_error
-from dcp_remote.loading.key_renames import find_key_renames
+from dcp_remote.loading.key_renames import find_key_renames, find_prefix_renames
 from dcp_remote.loading.load_options import LoadOptions
+from dcp_remote.loading.optimizer_differences import describe_optimizers, place_of
 from dcp_remote.loading.state_check import (
     LISTED_MAX,
     NOT_CONVERTIBLE,
@@ -25,10 +26,9 @@ from dcp_remote.loading.state_check import (
 )
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 
-# Bounds of the message: names of each kind, characters of a name, ranks.
+# Bounds of the message: names of each kind, characters of a name.
 _SHOWN_MAX = 10
 _NAME_CHARACTERS_MAX = 128
-_RANKS_NAMED_MAX = 16
 
 # Names below a top-level key that only state or checkpoint has, up to which each is named.
 _NAMES_OF_KEY_MAX = 3
@@ -87,8 +87,7 @@ def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
         return {}
     if len(ranks) == 1:
         return {"rank": ranks[0]}
-    more = ", …" if len(ranks) > _RANKS_NAMED_MAX else ""
-    return {"ranks": ", ".join(map(str, ranks[:_RANKS_NAMED_MAX])) + more or None}
+    return {"ranks": join_some(ranks) or None}
 
 
 class _Findings:
@@ -122,6 +121,7 @@ class _Findings:
         self._lost = [name for name in self._missing if _top(name) not in self._renames]
         self._new = [name for name in self._unexpected if _top(name) not in renamed]
         self._empty_places = empty_places
+        self._own = own
 
     def is_error(self, options: LoadOptions) -> bool:
         """Return whether the options forbid the load, or no rank would load a value."""
@@ -160,7 +160,7 @@ class _Findings:
             )
         elif self._is_nothing_loaded:
             lines.append("No value of the state would be loaded.")
-        lines += self._rename_hints()
+        lines += [*self._rename_hints(), *self._optimizers.values()]
         if self._thinned:
             keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
             lines.append(
@@ -192,21 +192,28 @@ class _Findings:
         options = {}
         exclude = 'exclude="pattern" leaves values as they are, whether saved or not'
         grown = {place: below for place, below in self._places.items() if not _is_optimizers(place, below)}
-        if len(grown) < len(self._places):
+        if set(self._places).difference(grown, *([place, f"{place}.state"] for place in self._optimizers)):
             options["state"] = (
                 "an optimizer has no state before its first step: put the optimizer itself into the state, or use "
-                "torch's get_optimizer_state_dict"
+                "torch's get_optimizer_state_dict; if it is there, make it with the class and options that were saved"
             )
         if self._lost or self._thinned:
             options["missing"] = 'missing="keep" keeps what the state has'
         if self._new:
             options["unexpected"] = 'unexpected="ignore" leaves out what the state lacks'
-        if self._lost and self._new:
+        lost, new = self._of_no_optimizer(self._lost), self._of_no_optimizer(self._new)
+        if lost and new:
+            pairs = ", ".join(f'"{_shown(saved)}": "{_shown(name)}"' for saved, name in self._prefixes.items())
             options["rename"] = (
-                'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
+                f"rename={{{pairs}}} gives the names of the checkpoint their names in the state"
+                if pairs
+                else 'rename={"name in the checkpoint": "name in the state"} takes names or their first parts'
             )
         if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
             options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
+        if self._optimizers:
+            patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
+            exclude = f"exclude=[{patterns}] begins the optimizer anew, and restores the rest"
         found = {*self._lost, *self._new, *self._misfits, *self._thinned, *self._empty}
         if grown and not found.difference(grown, *grown.values()) and not self._is_nothing_loaded:
             first = next(iter(grown))
@@ -234,6 +241,25 @@ class _Findings:
         return hints
 
     @cached_property
+    def _optimizers(self) -> dict[str, str]:
+        """Sentences on the optimizers that are not those of the checkpoint, by their places in the state."""
+        here = [*self._own.sources, *self._own.kept, *self._missing]
+        return describe_optimizers([*self._lost, *self._new], state=here, saved=self._own.entries)
+
+    def _of_no_optimizer(self, names: Sequence[str]) -> list[str]:
+        """Return the names that are not those of an optimizer which is not that of the checkpoint."""
+        return [name for name in names if place_of(name) not in self._optimizers]
+
+    @cached_property
+    def _prefixes(self) -> dict[str, str]:
+        """First parts of names of the checkpoint, with those of the state, that explain what is missing."""
+        # The states of an optimizer follow the names of their parameters, which `rename` gives.
+        lost, new = ([name for name in names if place_of(name) is None] for names in (self._lost, self._new))
+        # But they do not follow where a whole top-level key moves down.
+        has_optimizer = len(lost) + len(new) < len(self._lost) + len(self._new)
+        return find_prefix_renames(lost, new, whole_keys=not has_optimizer, is_cut=len(self._missing) >= LISTED_MAX)
+
+    @cached_property
     def _places(self) -> dict[str, list[str]]:
         """Values of the checkpoint below each empty dict and each single value of the state, if any."""
         places: dict[str, list[str]] = {place: [] for place in (*self._empty_places, *self._missing)}
@@ -245,7 +271,10 @@ class _Findings:
 
     def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:
         # A value whose name has changed is among those that no state has.
-        near = (lambda name: near_names(name, self._unexpected)) if is_near else None
+        def near(name: str) -> list[str]:
+            is_explained = self._prefixes or place_of(name) in self._optimizers
+            return near_names(name, self._unexpected) if is_near and not is_explained else []
+
         return _listed(names, whole={_top(name) for name in names} - self._saved_tops, near=near)
 
     def _listed_unexpected(self, names: Sequence[str]) -> str:

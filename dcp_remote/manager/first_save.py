@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcp_remote.serialization.files import Files
-from dcp_remote.serialization.leaves import Leaf, Path, is_flattened, iterate_leaves, value_at
+from dcp_remote.serialization.leaves import FlatState, Leaf, Path, is_flattened, iterate_leaves, name_of
 from dcp_remote.serialization.module_state import (
     ModelState,
     OptimizerState,
@@ -51,15 +51,21 @@ class FirstSave:
         """Note that the program has restored a checkpoint, or has saved: there is nothing to check."""
         self._at_start = None
 
-    def check(self, state: Mapping[str, Any], saved: Mapping[str, Any], *, is_coordinator: bool) -> None:
-        """Warn, once, of what the same program could not restore; `saved` are the values of the user's state."""
+    def check(self, state: Mapping[str, Any], saved: FlatState, *, is_coordinator: bool) -> None:
+        """Warn, once, of what the same program could not restore; `saved` is what is saved of the user's state."""
         at_start, self._at_start = self._at_start, None
         if at_start is None or not is_coordinator:
             return
+        outlines: dict[Path, _Outline] = {path: {} for path in at_start}
+        for name, value in saved.values.items():
+            path = saved.paths[name]
+            for depth in range(1, len(path) + 1):
+                if path[:depth] in outlines:
+                    outlines[path[:depth]][name_of(path[depth:])] = _shape_of(value)
         for leaf in _find_objects(state):
             if leaf.path not in at_start:
                 continue
-            if found := _difference(at_start[leaf.path], _outline(value_at(saved, leaf.keys))):
+            if found := _difference(at_start[leaf.path], outlines[leaf.path]):
                 logger.warning(
                     "%s: a new job of this program could not restore %s (%s), which %s. Put Opaque(...) around the "
                     "value, which is then stored whole (one for all ranks; PerRank(...): one of each), or give the "
@@ -106,10 +112,14 @@ def _try_outline(value: Any) -> _Outline | Exception:
 
 def _outline(values: Any) -> _Outline:
     return {
-        leaf.name: (leaf.value.size(), leaf.value.dtype) if isinstance(leaf.value, torch.Tensor) else None
+        leaf.name: _shape_of(leaf.value)
         for leaf in iterate_leaves(values, descends=is_flattened)
         if not isinstance(leaf.value, Mapping)  # an empty one, which has no entry
     }
+
+
+def _shape_of(value: object) -> tuple[torch.Size, torch.dtype] | None:
+    return (value.size(), value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def _difference(at_start: _Outline | Exception, saved: _Outline) -> str:

@@ -22,6 +22,7 @@ from dcp_remote.common.threads import limit_exit_wait
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
 from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
@@ -44,7 +45,8 @@ from dcp_remote.run.retention import ChooseToDelete, Retention, require_retentio
 from dcp_remote.saving.device_copy import wait_for_devices
 from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.staging import Stager, tensors_of
-from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state, require_distinct
+from dcp_remote.serialization.leaves import FlatState
+from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
@@ -221,6 +223,8 @@ class CheckpointManager:
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager = Stager()
         self._telemetry = Telemetry()
+        if coordinator is not None:
+            self._telemetry.observe(self._store, coordinator.background_deletions)
         self._background_saves = BackgroundSaves(
             self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
         )
@@ -513,6 +517,7 @@ class CheckpointManager:
         self._first_save.forget_start()
         if go_on:
             self._last_step = self._last_load.step
+            self._telemetry.note_restored(self._last_load.created)
             if self._coordinator is not None:
                 self._coordinator.resume_from(self._last_step)
             if self._schedule is not None:
@@ -638,6 +643,7 @@ class CheckpointManager:
             gives_up = True
             raise
         finally:
+            self._telemetry.close()
             self._stager.close()
             # Half of what is left of the notice: the process still has to end afterwards.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
@@ -654,7 +660,7 @@ class CheckpointManager:
         roles: TensorRoles,
         *,
         stage: bool,
-    ) -> dict[str, Any]:
+    ) -> FlatState:
         made: Any = state
         # A module is callable, too.
         if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
@@ -663,14 +669,13 @@ class CheckpointManager:
             collective.set_activity("collecting the state")
             made = made()
         copied = build_saved_state(as_state(made), self._ranks.rank, roles)
-        require_distinct(copied)
         self._first_save.check(as_state(made), copied, is_coordinator=self._ranks.is_coordinator)
         if not stage:
             # In the caller's thread, because streams are per thread: the saving thread would wait for another stream.
-            wait_for_devices(tensor.device for tensor in tensors_of(copied))
+            wait_for_devices(tensor.device for tensor in tensors_of(copied.values))
             return copied
         collective.set_activity("copying the state")
-        return self._stager.stage(copied)
+        return copied._replace(values=self._stager.stage(copied.values))
 
     def _make_planner(self) -> RunPlanner:
         """Return the planner of one save; an import overrides this method with a planner that reads its source."""
@@ -691,15 +696,15 @@ class CheckpointManager:
                 "Make it after init_process_group.",
                 url=self._store.url,
             )
-        return self._ranks.prepare(
-            what,
+        terms = Terms(
+            failed,
+            timed_out,
             seconds=seconds,
             silence_seconds=self._silence_seconds,
             arrival_seconds=self._arrival_seconds if arrival_seconds is None else arrival_seconds,
             left_seconds=self._preemption.working_seconds,
-            failed=failed,
-            timed_out=timed_out,
         )
+        return self._ranks.prepare(what, terms)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dcp_remote.common.text import join_some
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import Heartbeat, LivenessMonitor
 from dcp_remote.coordination.key_value import Client
@@ -44,8 +45,8 @@ from dcp_remote.manager.sigterm import SIGTERM
 logger = logging.getLogger(__name__)
 
 # Ranks see the request, publish and get the decision in about three heartbeats; a rank that is busy in one call takes
-# longer.
-AGREEMENT_SECONDS = 30.0
+# longer. Of many ranks, whose heartbeats come seldom, twice the longest pause between two counts if it is longer.
+_AGREEMENT_SECONDS = 30.0
 
 # Part of the notice for what comes after the work: the save is given up, everything is closed, the process ends. On
 # busy cores an interpreter with torch takes seconds for that.
@@ -56,14 +57,11 @@ _CLOSING_SHARE = 0.4
 _LAST_ANSWER_SECONDS = 5.0
 
 # Silence after which a rank whose moment is missing is taken for dead: one that lives publishes its moment with the
-# next heartbeat, which is late by a few seconds on a busy host.
+# next heartbeat, which is late by a few seconds on a busy host. As above, twice the longest pause if it is longer.
 _SILENT_SECONDS = 10.0
 
 # Wait for the decision after which the log says what is waited for; usually a decision takes less.
 _TELL_SECONDS = 3.0
-
-# Ranks that a line of the log names.
-_RANKS_NAMED_MAX = 16
 
 _NONE = b"none"
 
@@ -427,10 +425,10 @@ class Preemption:
             silent_seconds = self._monitor.silent_seconds(rank, now)
             if status.is_closed:
                 gone.append(f"{rank} ({status.process}) has left")
-            elif silent_seconds >= _SILENT_SECONDS:
+            elif silent_seconds >= max(_SILENT_SECONDS, 2 * heartbeat.delay_seconds_max):
                 gone.append(f"{rank} ({status.process}) has been silent for {silent_seconds:.0f} s")
         if gone:
-            self._gone = _shorten([f"rank {text}" for text in gone])
+            self._gone = join_some([f"rank {text}" for text in gone])
             agreement.give_up(client, agreement.round)
 
     # ---- in any thread
@@ -519,20 +517,20 @@ class Preemption:
             return "the other ranks could not be told"
         last = {rank: self._monitor.last(rank) for rank in self._agreement.missing}
         named = [f"{rank} ({status.process})" if status is not None else str(rank) for rank, status in last.items()]
-        return f"there is no answer of rank {_shorten(named)}"
+        return f"there is no answer of rank {join_some(named)}"
 
     def _patience_seconds(self) -> float:
         """Return the seconds left to agree; a notice has also to hold the last answer of the store, and the end."""
-        seconds = AGREEMENT_SECONDS
+        seconds = agreement_seconds(self._ranks.heartbeat)
         if self._notice_seconds is not None:
             working_seconds = self._notice_seconds - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds)
             seconds = working_seconds - min(_LAST_ANSWER_SECONDS, working_seconds / 4)
         return max(0.0, seconds - (self._clock() - self._heard_seconds))
 
 
-def _shorten(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _RANKS_NAMED_MAX} more" if len(texts) > _RANKS_NAMED_MAX else ""
-    return ", ".join(texts[:_RANKS_NAMED_MAX]) + more
+def agreement_seconds(heartbeat: Heartbeat | None) -> float:
+    """Return the seconds that ranks with such heartbeats have to agree on a step."""
+    return max(_AGREEMENT_SECONDS, 2 * heartbeat.delay_seconds_max if heartbeat is not None else 0.0)
 
 
 def wait_for_decision(

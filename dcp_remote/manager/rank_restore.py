@@ -182,6 +182,7 @@ class RankRestore:
             kept_values=len(compared.kept),
             left_out=tuple(left_out[:NAMES_LISTED_MAX]),
             left_out_values=len(left_out),
+            created=entry.created,
         )
         self.progress.close(str(report) if self.ranks.is_coordinator else None)
         return report

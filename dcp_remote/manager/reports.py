@@ -175,6 +175,7 @@ class LoadReport:
         left_out: Names of entries of the checkpoint that no rank loaded, by `unexpected="ignore"`, `include`, `exclude`
             or a `rename` to None; the first 1,000.
         left_out_values: Number of these entries.
+        created: Time of the save; UTC, ISO 8601, by the clock of the coordinator that saved.
     """
 
     step: int
@@ -193,6 +194,7 @@ class LoadReport:
     kept_values: int = 0
     left_out: tuple[str, ...] = ()
     left_out_values: int = 0
+    created: str = ""
 
     def __str__(self) -> str:
         """Return `loaded step 1000: read 4.1 GiB in 3.2 s as one of 3 ranks; 8 ranks had saved it`."""

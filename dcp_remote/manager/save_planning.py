@@ -46,6 +46,7 @@ from dcp_remote.saving.rank_differences import (
     group_by_digest,
     make_value_error,
 )
+from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.serialization.state_dict import TensorRoles
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Task:
     """Save, as `CheckpointManager.save` describes it to one rank. Times are by `time.monotonic`."""
 
     labels: CheckpointLabels
-    state: dict[str, Any]  # a copy, or the caller's own, which the caller leaves unchanged meanwhile
+    state: FlatState  # a copy, or the caller's own, which the caller leaves unchanged meanwhile
     planner: RunPlanner
     user: Mapping[str, Any]  # notes for the manifest; the coordinator's are stored
     called_seconds: float  # time of the call of `save`

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.manager.preemption import AGREEMENT_SECONDS, Agreement, Moment, wait_for_decision
+from dcp_remote.manager.preemption import Agreement, Moment, agreement_seconds, wait_for_decision
 from dcp_remote.run.job import require_step
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class SaveSchedule:
             return self._clock() >= self._due_seconds
         answer = agreement.ask(step)
         if answer is None:
-            wait_for_decision(agreement, heartbeat, seconds=AGREEMENT_SECONDS)
+            wait_for_decision(agreement, heartbeat, seconds=agreement_seconds(heartbeat))
             answer = agreement.ask(step)
         if agreement.has_failed and self._warned_round < agreement.round:
             self._warned_round = agreement.round

@@ -37,32 +37,26 @@ A failed span has the status ERROR, the attribute `error.type` (a class name) an
 `exception.type`, and `exception.message` only for errors of dcp_remote, because messages of others may hold secrets.
 Stack traces are left out for the same reason.
 
-Counters and two histograms, with units and attributes:
-
-    dcp_remote.bytes.written       By
-    dcp_remote.bytes.deduplicated  By
-    dcp_remote.bytes.read          By
-    dcp_remote.requests            {request}  dcp_remote.operation (save, load)
-    dcp_remote.retries             {retry}    dcp_remote.operation
-    dcp_remote.failures            {failure}  dcp_remote.operation, error.type
-    dcp_remote.duration            s          dcp_remote.operation
-    dcp_remote.phase.duration      s          dcp_remote.operation, dcp_remote.phase
-
-Only the coordinator records a `SaveReport`, which covers all ranks; each rank records its own `LoadReport`, and counts
-the failures that it sees.
+Metrics: the table `METRICS`, which docs/monitoring.md, the dashboard and the alert rules in examples/monitoring follow.
+Only the coordinator records a `SaveReport`, which covers all ranks, and what is observed; each rank records its own
+`LoadReport`, and counts the failures that it sees.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cache, cached_property, partial
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.manager.reports import LoadReport, SaveReport
+from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.storage.base import ObjectStore
 
 try:
@@ -94,42 +88,106 @@ _FIELDS = {
     "dcp_remote.bytes.read": "read_bytes",
     "dcp_remote.rereads": "rereads",
 }
-# Unit and description; each counter but the last one adds the attribute of its name.
-_COUNTERS = {
-    "dcp_remote.bytes.written": ("By", "Bytes uploaded by saves"),
-    "dcp_remote.bytes.deduplicated": ("By", "Bytes that saves did not upload because an earlier checkpoint holds them"),
-    "dcp_remote.bytes.read": ("By", "Bytes read by loads"),
-    "dcp_remote.requests": ("{request}", "Requests to the store, repetitions included"),
-    "dcp_remote.retries": ("{retry}", "Requests that were repetitions"),
-    "dcp_remote.failures": ("{failure}", "Saves and loads that raised"),
-}
-_HISTOGRAMS = {
-    "dcp_remote.duration": "Duration of saves and loads, from the call until the end",
-    "dcp_remote.phase.duration": "Duration of the phases of saves and loads",
-}
+# Attribute of every metric.
+_URL = "dcp_remote.storage.url"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Metric of saves and loads; every one has the attribute `dcp_remote.storage.url`.
+
+    Attributes:
+        name: Name; a counter with the name of an attribute of spans adds up its values.
+        kind: Kind of instrument; an observed one is read on the coordinator whenever the application exports.
+        unit: Unit, as UCUM has it.
+        text: Description.
+        attributes: Further attributes.
+    """
+
+    name: str
+    kind: Literal["counter", "histogram", "observed gauge", "observed counter"]
+    unit: str
+    text: str
+    attributes: tuple[str, ...] = ()
+
+
+_OPERATION = "dcp_remote.operation"  # save, load
+METRICS = (
+    Metric("dcp_remote.checkpoint.age", "observed gauge", "s", "Time since the newest checkpoint was committed"),
+    Metric("dcp_remote.failures", "counter", "{failure}", "Saves and loads that raised", (_OPERATION, "error.type")),
+    Metric("dcp_remote.duration", "histogram", "s", "Duration from the call until the end", (_OPERATION,)),
+    Metric("dcp_remote.phase.duration", "histogram", "s", "Duration of a phase", (_OPERATION, "dcp_remote.phase")),
+    Metric("dcp_remote.blocked.duration", "counter", "s", "Time for which saves blocked training"),
+    Metric("dcp_remote.bytes.written", "counter", "By", "Bytes uploaded by saves"),
+    Metric("dcp_remote.bytes.deduplicated", "counter", "By", "Bytes that an earlier checkpoint holds"),
+    Metric("dcp_remote.bytes.read", "counter", "By", "Bytes read by loads"),
+    Metric("dcp_remote.requests", "counter", "{request}", "Requests to the store, repetitions included", (_OPERATION,)),
+    Metric("dcp_remote.retries", "counter", "{retry}", "Requests that were repetitions", (_OPERATION,)),
+    Metric("dcp_remote.retention.failures", "observed counter", "{failure}", "Rounds in which retention failed"),
+    Metric("dcp_remote.deletions.pending", "observed gauge", "{object}", "Objects to be deleted that still exist"),
+    Metric("dcp_remote.orphans.left", "observed counter", "{object}", "Objects given up, left to `dcp-remote gc`"),
+)
 # OpenTelemetry's default boundaries are meant for milliseconds; these cover 10 ms to 50 minutes.
 _BOUNDARIES_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
+
+
+# Telemetry of open managers. OpenTelemetry keeps a callback for ever, and of equal names takes the first, so that one
+# callback for each metric reads those of all managers.
+_open: list[Telemetry] = []
 
 
 class Telemetry:
     """Spans and metrics of one manager; a provider of None is the application's global one."""
 
     def __init__(
-        self, tracer_provider: trace.TracerProvider | None = None, meter_provider: metrics.MeterProvider | None = None
+        self,
+        tracer_provider: trace.TracerProvider | None = None,
+        meter_provider: metrics.MeterProvider | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Keep the providers."""
+        """Keep the providers. `clock` returns seconds since the epoch."""
         self._tracer_provider = tracer_provider
         self._meter_provider = meter_provider
+        self._clock = clock
         self._has_failed = False
+        # Time of the newest checkpoint, in seconds since the epoch; before that, of the first save or restore.
+        self._newest_seconds: float | None = None
+        self._observed: dict[str, Callable[[], float | None]] = {}
+        self._url, self._pid = "", os.getpid()
+
+    def observe(self, store: ObjectStore, deletions: BackgroundDeletions) -> None:
+        """Let the application read the observed metrics until `close`; called on the coordinator."""
+        self._url = store.url
+        self._observed = {
+            "dcp_remote.checkpoint.age": self._age_seconds,
+            "dcp_remote.retention.failures": lambda: deletions.retention_failures,
+            "dcp_remote.deletions.pending": lambda: deletions.pending,
+            "dcp_remote.orphans.left": lambda: deletions.orphans_left,
+        }
+        _open.append(self)
+        self._attempt(_register, self._meter_provider)
+
+    def close(self) -> None:
+        """End the observed metrics: the age of what a closed manager saved would grow for ever."""
+        with suppress(ValueError):  # not on the coordinator
+            _open.remove(self)
+
+    def note_restored(self, created: str) -> None:
+        """Note the time of the checkpoint from which the job goes on, as its entry in the catalog has it."""
+        with suppress(ValueError, OverflowError):  # information only: the text may be anything
+            self._newest_seconds = datetime.fromisoformat(created).timestamp()
+
+    def _age_seconds(self) -> float | None:
+        return None if self._newest_seconds is None else max(0.0, self._clock() - self._newest_seconds)
 
     def save(self, store: ObjectStore, *, step: int, rank: int = 0) -> Operation:
         """Begin the span of a save, below the caller's current span; any thread may end the operation."""
-        return Operation(self, "save", {"dcp_remote.storage.url": store.url, "dcp_remote.step": step}, rank)
+        return Operation(self, "save", {_URL: store.url, "dcp_remote.step": step}, rank)
 
     def load(self, store: ObjectStore, *, step: int | None = None, rank: int = 0) -> Operation:
         """Begin the span of a load, below the caller's current span; the report sets a step that is None."""
         known = {} if step is None else {"dcp_remote.step": step}
-        return Operation(self, "load", {"dcp_remote.storage.url": store.url, **known}, rank)
+        return Operation(self, "load", {_URL: store.url, **known}, rank)
 
     def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call a function that uses OpenTelemetry; return None if the API is not installed or the function raises."""
@@ -155,24 +213,58 @@ class Telemetry:
     @cached_property
     def _instruments(self) -> tuple[dict[str, metrics.Counter], dict[str, metrics.Histogram]]:
         meter = metrics.get_meter(_SCOPE, meter_provider=self._meter_provider)
-        return {name: meter.create_counter(name, unit, text) for name, (unit, text) in _COUNTERS.items()}, {
-            name: meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=_BOUNDARIES_SECONDS)
-            for name, text in _HISTOGRAMS.items()
+        return {
+            metric.name: meter.create_counter(metric.name, metric.unit, metric.text)
+            for metric in METRICS
+            if metric.kind == "counter"
+        }, {
+            metric.name: meter.create_histogram(
+                metric.name, metric.unit, metric.text, explicit_bucket_boundaries_advisory=_BOUNDARIES_SECONDS
+            )
+            for metric in METRICS
+            if metric.kind == "histogram"
         }
 
-    def _record(self, operation: str, report: SaveReport | LoadReport | None, error: BaseException | None) -> None:
+    def _record(
+        self, operation: str, url: str, report: SaveReport | LoadReport | None, error: BaseException | None
+    ) -> None:
         counters, histograms = self._instruments
-        labels = {"dcp_remote.operation": operation}
+        run = {_URL: url}
+        labels = {**run, _OPERATION: operation}
         if error is not None:
             counters["dcp_remote.failures"].add(1, labels | {"error.type": _type_name(error)})
         if report is not None:
             for name, value in _attributes(report).items():
                 if name in counters:
-                    # Bytes need no label, because their counters are of one operation each.
-                    counters[name].add(value, {} if ".bytes." in name else labels)
+                    # Bytes need no operation, because their counters are of one each.
+                    counters[name].add(value, run if ".bytes." in name else labels)
+            if isinstance(report, SaveReport):
+                blocked_seconds = report.seconds.blocked if report.background else report.seconds.total
+                counters["dcp_remote.blocked.duration"].add(blocked_seconds, run)
             histograms["dcp_remote.duration"].record(report.seconds.total, labels)
             for phase, seconds in asdict(report.seconds).items():
                 histograms["dcp_remote.phase.duration"].record(seconds, labels | {"dcp_remote.phase": phase})
+
+
+@cache
+def _register(provider: metrics.MeterProvider | None) -> None:
+    """Create the observed metrics, once for each provider."""
+    meter = metrics.get_meter(_SCOPE, meter_provider=provider)
+    create = {"observed gauge": meter.create_observable_gauge, "observed counter": meter.create_observable_counter}
+    for metric in METRICS:
+        if metric.kind in create:
+            create[metric.kind](metric.name, [partial(_observe, provider, metric.name)], metric.unit, metric.text)
+
+
+def _observe(
+    provider: metrics.MeterProvider | None, name: str, _options: metrics.CallbackOptions
+) -> Iterator[metrics.Observation]:
+    """Yield the values of open managers; none in a forked child, where the SDK asks too: its copies save nothing."""
+    for telemetry in tuple(_open):
+        if telemetry._meter_provider is provider and telemetry._pid == os.getpid():
+            value = telemetry._observed[name]()
+            if value is not None:
+                yield metrics.Observation(value, {_URL: telemetry._url})
 
 
 class Operation:
@@ -186,7 +278,9 @@ class Operation:
         """Start the span below the caller's current one."""
         self._telemetry = telemetry
         self._attempt = telemetry._attempt
-        self._name = name
+        self._name, self._url = name, attributes[_URL]
+        if telemetry._newest_seconds is None:
+            telemetry._newest_seconds = telemetry._clock()
         self._is_ended = False
         self._started = self._attempt(
             telemetry._start, f"dcp_remote.{name}", None, attributes | {"dcp_remote.rank": rank}
@@ -223,7 +317,9 @@ class Operation:
             self._is_ended = True
             if self._started is not None:
                 self._attempt(_end_span, self._started[0], report, error)
-            self._attempt(self._telemetry._record, self._name, report, error)
+            if isinstance(report, SaveReport) and not report.is_repeated:
+                self._telemetry._newest_seconds = self._telemetry._clock()
+            self._attempt(self._telemetry._record, self._name, self._url, report, error)
 
 
 def _attributes(report: SaveReport | LoadReport) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError
+from dcp_remote.common.deadline import Clock, Deadline
+from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError, TransientStorageError
 from dcp_remote.format.catalog import Catalog, Entry, Owner
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.retention import ChooseToDelete, Retention
@@ -31,15 +31,21 @@ _Task: TypeAlias = Callable[[Deletions], None]
 class BackgroundDeletions:
     """Background deletion of a rank's unused shards; on the coordinator also of what retention or a commit lets go.
 
-    `retention_failures` is the number of rounds in which retention failed, each of which was logged.
+    `retention_failures` is the number of rounds in which retention failed, each of which was logged; `orphans_left` is
+    that of objects that were given up, and left to `dcp-remote gc`.
     """
 
     def __init__(self, store: ObjectStore, retention: Retention | ChooseToDelete | None = None) -> None:
         """Store the settings; no request, and no thread yet. Without a retention all checkpoints are kept."""
         self._store, self._retention = store, retention
-        self.retention_failures = 0
+        self.retention_failures = self.orphans_left = 0
         self._changed = threading.Condition()
         self._worker = _Worker(store)
+
+    @property
+    def pending(self) -> int:
+        """Number of objects that may be deleted and are not yet."""
+        return self._worker.deletions.pending
 
     def committed(
         self,
@@ -116,6 +122,7 @@ class BackgroundDeletions:
                     self._store.url,
                 )
                 worker.stop.set()
+                self.orphans_left += self.pending
                 worker = self._worker = _Worker(self._store)
             worker.stop.clear()
             worker.tasks.append(task)
@@ -170,7 +177,12 @@ class BackgroundDeletions:
         if catalog is not None and self._retention is not None:
             retention = self._retention
             self.retention_failures += not self._try(lambda: self._retain(retention, deletions, catalog, deadline))
-        self._try(lambda: deletions.delete(deadline=deadline, stop=worker.stop.is_set))
+        self._try(lambda: self._delete(worker))
+
+    def _delete(self, worker: _Worker) -> None:
+        deleted = worker.deletions.delete(deadline=worker.deadline, stop=worker.stop.is_set)
+        for_good = [error for error in deleted.failed.values() if not isinstance(error, TransientStorageError)]
+        self.orphans_left += deleted.given_up + len(for_good)
 
     def _retain(
         self, retention: Retention | ChooseToDelete, deletions: Deletions, catalog: Catalog, deadline: Deadline
@@ -210,12 +222,9 @@ class _Worker:
     """
 
     def __init__(self, store: ObjectStore) -> None:
-        self.stop = stop = threading.Event()
-
-        def sleep(seconds: float) -> None:
-            stop.wait(seconds)
-
-        self.deletions = Deletions(store, sleep=sleep)
+        self.stop = threading.Event()
+        self._clock = Clock(lambda: math.inf if self.stop.is_set() else time.monotonic(), self.stop.wait)
+        self.deletions = Deletions(store)
         self.thread: threading.Thread | None = None
         self.tasks: list[_Task] = []
         self.catalog: Catalog | None = None  # as the last commit since the last round left it
@@ -225,4 +234,4 @@ class _Worker:
 
     def begin_round(self) -> None:
         """Set the deadline of a round; it passes at once when the round is stopped."""
-        self.deadline = Deadline(_ROUND_SECONDS, lambda: math.inf if self.stop.is_set() else time.monotonic())
+        self.deadline = Deadline(_ROUND_SECONDS, self._clock)

@@ -6,12 +6,11 @@ whether anything is left to do.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -92,7 +91,6 @@ def swap(
     *,
     deadline: Deadline,
     create: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Catalog:
     """Apply a change to the catalog by compare-and-swap, and return the catalog that is there then.
 
@@ -106,7 +104,7 @@ def swap(
     the new one, whole. `CommitUnknownError` is raised if by the deadline it could not be found out which.
     """
     require_compare_and_swap(store)
-    reading = RetryingStore(store, deadline, sleep=sleep)
+    reading = RetryingStore(store, deadline)
     empty = Catalog(uuid.uuid4().hex)
     after = empty
 
@@ -115,7 +113,7 @@ def swap(
         if seen is None and not create:
             raise missing_catalog(store)
         # Before `change`, which may check its deadline: no probe comes between that check and the PUT.
-        require_conditional_writes(store, deadline, swaps=True, sleep=sleep)
+        require_conditional_writes(store, deadline, swaps=True)
         now = empty if seen is None else seen.catalog
         wanted = change(now)
         after = now if wanted is None else wanted
@@ -134,7 +132,7 @@ def swap(
             look=lambda: see_catalog(reading),
             decide=lambda now, _: decide(now),
             unknown=lambda failure: unknown_swap(store, failure),
-            backoff=Backoff(deadline, first_seconds=_FIRST_PAUSE_SECONDS, seconds_max=_PAUSE_SECONDS_MAX, sleep=sleep),
+            backoff=Backoff(deadline, RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX)),
         )
     return after
 

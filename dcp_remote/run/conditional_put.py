@@ -7,12 +7,11 @@ carried out, another's was, or nothing changed and the same PUT is sent once mor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from dcp_remote.common.deadline import Deadline, jitter
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
     CommitUnknownError,
     ConditionFailedError,
@@ -101,28 +100,22 @@ _Seen = TypeVar("_Seen", bound=_Versioned | None)
 
 
 class Backoff:
-    """Pauses between attempts: doubled each time, from `first_seconds` to `seconds_max`, with full jitter."""
+    """Pauses between attempts by a policy, whose delays are the longest; with full jitter."""
 
-    def __init__(
-        self,
-        deadline: Deadline,
-        *,
-        first_seconds: float | None = None,
-        seconds_max: float = _PAUSE_SECONDS_MAX,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, deadline: Deadline, policy: RetryPolicy | None = None) -> None:
         """Store the settings; nothing is waited for."""
-        self._deadline, self._seconds_max, self._sleep = deadline, seconds_max, sleep
-        self._seconds = _FIRST_PAUSE_SECONDS if first_seconds is None else first_seconds
+        policy = policy or RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX)
+        self._deadline, self._delays = deadline, policy.growing_delays()
+        self._seconds = next(self._delays)
 
     def is_exhausted(self) -> bool:
         """Return whether the next pause, at its longest, would reach the deadline."""
         return self._deadline.remaining_seconds() <= self._seconds
 
     def pause(self) -> None:
-        """Wait, and double the next pause."""
-        self._sleep(jitter(0, self._seconds))
-        self._seconds = min(2 * self._seconds, self._seconds_max)
+        """Wait; the next pause is longer."""
+        self._deadline.clock.sleep(self._deadline.clock.uniform(0, self._seconds))
+        self._seconds = next(self._delays)
 
 
 @dataclass(frozen=True, slots=True)

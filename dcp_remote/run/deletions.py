@@ -12,7 +12,6 @@ checkpoint names it, because its save reused the shard meanwhile.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,12 +92,10 @@ class Deletions:
     be thinned).
     """
 
-    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         """Store the settings; no request."""
         self._store = store
-        self._swap = partial(swap, store, sleep=sleep)
-        self._retrying = partial(RetryingStore, store, sleep=sleep)
-        self._queue = DeletionQueue(store, sleep=sleep)
+        self._queue = DeletionQueue(store)
         self._named = LiveShards()
         self._noted: dict[str, _Noted] = {}  # by the key of the manifest
         self._told: set[str] = set()  # keys of unreadable manifests of which the log tells
@@ -114,6 +111,11 @@ class Deletions:
     def is_done(self) -> bool:
         """True if nothing is left to look up or to delete."""
         return not self._noted and not self._queue
+
+    @property
+    def queued(self) -> frozenset[str]:
+        """Keys of the objects that may be deleted and are not yet."""
+        return frozenset(self._queue)
 
     def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
         """Remember the shards that a manifest of this process names, so that it need not be read."""
@@ -144,7 +146,7 @@ class Deletions:
         if not self._noted:
             return
         if catalog is None or catalog.floor < self._floor(catalog):
-            catalog = self._swap(lambda now: raise_floor(now, self._floor(now)), deadline=deadline)
+            catalog = swap(self._store, lambda now: raise_floor(now, self._floor(now)), deadline=deadline)
         # The catalog does not tell what became of attempts of another run, or of a history that was lost.
         self._noted = {
             key: noted
@@ -178,17 +180,23 @@ class Deletions:
         if not isinstance(retention, Retention):
             choose = partial(decide_by, retention)
             return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner)
-        keys = retention.optimizer_keys
+        choose, keys = partial(self.decide, retention), retention.optimizer_keys
+        return self._carry_out(choose, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
 
-        def choose_by_rules(now: Catalog) -> Decision:
-            return decide(retention, [self._candidate(entry, keys) for entry in now.entries])
-
-        return self._carry_out(choose_by_rules, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
+    def decide(self, retention: Retention, now: Catalog) -> Decision:
+        """Return what `apply` would retire and thin in this catalog. No request."""
+        return decide(retention, [self._candidate(entry, retention.optimizer_keys) for entry in now.entries])
 
     def retire(
-        self, steps: Sequence[int | str], *, deadline: Deadline, force: bool = False, owner: Owner | None = None
+        self,
+        steps: Sequence[int | str],
+        *,
+        deadline: Deadline,
+        force: bool = False,
+        catalog: Catalog | None = None,
+        owner: Owner | None = None,
     ) -> Applied:
-        """Retire live checkpoints by their steps or names, abandoned ones too; nothing is deleted yet.
+        """Retire live checkpoints by their steps or names in `catalog`, abandoned ones too; nothing is deleted yet.
 
         Pinned checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
         `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and beside one. Shards that an
@@ -205,7 +213,7 @@ class Deletions:
                 require_expendable(now, entries)
             return Decision(retire=tuple(entry.step for entry in entries), thin=())
 
-        return self._carry_out(choose, keys=(), deadline=deadline, owner=owner, explicit=True)
+        return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner, explicit=True)
 
     def delete(
         self,
@@ -228,7 +236,7 @@ class Deletions:
         owner: Owner | None = None,
         explicit: bool = False,
     ) -> Applied:
-        now = catalog or require_catalog(self._retrying(deadline))
+        now = catalog or require_catalog(RetryingStore(self._store, deadline))
         require_owner(now, owner)
         decision = choose(now)
         if not decision.retire and not decision.thin:
@@ -246,7 +254,7 @@ class Deletions:
             entry = next(entry for entry in now.entries if entry.manifest == replaced)
             self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
-            self._retrying(deadline).put(thin.key, [thin.body])
+            RetryingStore(self._store, deadline).put(thin.key, [thin.body])
         # Checkpoints that go: by save if retired, since another job may thin the checkpoint before the swap, and then
         # deletes what it thinned; by manifest if thinned.
         gone: dict[str, Entry] = {}
@@ -262,7 +270,7 @@ class Deletions:
             return after
 
         try:
-            after = self._swap(change, deadline=deadline)
+            after = swap(self._store, change, deadline=deadline)
         finally:
             # Even if the swap raised, the catalog may have been swapped.
             for entry in gone.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import InvalidArgumentError
@@ -109,10 +110,19 @@ def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool
     return max(known, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
 
 
-def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
-    """Return the catalog of a run; None if there is no run yet. One GET; where there is no catalog, also a LIST.
+def find_age_seconds(created: str, now_seconds: float) -> float | None:
+    """Return the seconds since a time of a catalog, ISO 8601; None if the text is no time. Pure."""
+    try:
+        return max(0.0, now_seconds - datetime.fromisoformat(created).timestamp())
+    except ValueError:
+        return None
 
-    A bucket that does not exist, and a run that has lost its catalog, are refused.
+
+def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
+    """Return the catalog of a run; None if there is no run yet.
+
+    One GET; where there is no catalog, also a LIST, and perhaps a request more. A bucket that does not exist, and a run
+    that has lost its catalog, are refused.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)
@@ -123,9 +133,10 @@ def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS
 
 
 def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog:
-    """Read the catalog of a run, or say why there is none; one GET, and where there is none a HEAD, a LIST and a HEAD.
+    """Read the catalog of a run, or say why there is none.
 
-    A checkpoint by itself (`InvalidArgumentError`) and what else lies there are named.
+    One GET; where there is no catalog, also a HEAD, two LISTs, and perhaps a request more. A checkpoint by itself
+    (`InvalidArgumentError`) and what else lies there are named.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     catalog = read_catalog(asking)

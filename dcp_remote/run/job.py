@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from datetime import UTC, datetime
 from typing import SupportsFloat
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import escape_unprintable
+from dcp_remote.common.provenance import describe_process
 from dcp_remote.errors import (
     CheckpointExistsError,
     FencedError,
@@ -442,13 +440,14 @@ class JobSession:
                 "The run has checkpoints, and this job was restored from none of them: a save would abandon them.",
                 url=self._store.url,
                 newest=newest.step,
+                holder=catalog.holder or None,
             ).advise(
                 restore="restore() before the first save goes on from the newest",
                 resumed_from="CheckpointManager(…, resumed_from=<step>) goes on from a state that was loaded another "
                 "way",
                 start_over="CheckpointManager(…, start_over=True) begins anew",
             )
-        return take_fence(catalog, _describe_process())
+        return take_fence(catalog, describe_process())
 
     def _refresh(self, catalog: Catalog) -> Catalog:
         self._require_ours(catalog)
@@ -471,9 +470,3 @@ class JobSession:
     def _newest(self, catalog: Catalog) -> Entry | None:
         counted = [entry for entry in catalog.entries if not entry.abandoned and not self._abandons(entry)]
         return max(counted, key=lambda entry: entry.step, default=None)
-
-
-def _describe_process() -> str:
-    """Return host, process and time, by which a fenced job names the job that took the fence."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return f"{escape_unprintable(socket.gethostname())}, pid {os.getpid()}, since {now}"

@@ -24,7 +24,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 # Bounds memory: a manifest of a million chunks takes 100 MB while it is decoded.
-_READS_IN_FLIGHT = 4
+READS_IN_FLIGHT = 4
 
 
 class LiveShards:
@@ -91,11 +91,11 @@ def _pack(keys: Iterable[str]) -> bytes:
     return zstandard.ZstdCompressor().compress("\n".join(keys).encode("ascii"))
 
 
-def in_parallel(call: Callable[[_S], _T], values: Sequence[_S]) -> list[_T]:
-    """Call a function with each value, four at a time; return the results in order, or raise the first error."""
+def in_parallel(call: Callable[[_S], _T], values: Sequence[_S], *, threads: int = READS_IN_FLIGHT) -> list[_T]:
+    """Call a function with each value, some at a time; return the results in order, or raise the first error."""
     if len(values) <= 1:
         return [call(value) for value in values]
-    workers = Workers(_READS_IN_FLIGHT, "dcp_remote-manifests")
+    workers = Workers(threads, "dcp_remote-run")
     try:
         futures = [submit_or_run(workers, partial(call, value)) for value in values]
         return [future.result() for future in futures]

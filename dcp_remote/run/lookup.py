@@ -6,6 +6,7 @@ A URL is that of a checkpoint by itself, which has a manifest, or that of a run,
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import operator
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from dcp_remote.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -28,6 +30,7 @@ from dcp_remote.errors import (
 from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY, NEWEST_WORDS, Catalog, Entry
 from dcp_remote.format.document import STORED_BYTES_MAX, unseal
+from dcp_remote.format.entry_names import near_names
 from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run.catalog_store import read_catalog
@@ -48,6 +51,10 @@ _NAMES_COMPARED_MAX = 5_000
 
 # Time to look for older steps, in seconds: the load has failed, and its deadline may be near.
 _OLDER_SECONDS = 5.0
+
+# The look for similar names only completes a message: a page of a listing, and so many seconds.
+_NEAR_KEYS = 1_000
+_NEAR_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +325,12 @@ def require_not_lost(store: ObjectStore) -> None:
 
 
 def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
-    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run. One HEAD."""
+    """Refuse the prefix of a checkpoint by itself: readers would find that checkpoint, and never the run.
+
+    One HEAD; a GET more where there is a manifest.
+    """
     if exists(store, MANIFEST_KEY):
+        read_slot(store)  # raises if a server that is no store says that every object exists
         raise CheckpointExistsError(
             "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own. If a run was here first, "
             "the checkpoint was saved over it: load the checkpoint if it is wanted, and delete manifest.json.",
@@ -335,11 +346,35 @@ def not_found(
     """Make the error for a URL with neither a checkpoint nor a run; it names what else lies there.
 
     A missing bucket, and a run that has lost its catalog, are raised instead. Costs two LISTs of a page each, and
-    perhaps one request more.
+    perhaps one request more; where nothing lies there, also the LIST of `find_near_runs`.
     """
     require_reachable(store)
     require_not_lost(store)
-    return CheckpointNotFoundError(f"{what} {describe_foreign(store) or 'Check the URL.'}", url=store.url, **details)
+    found = describe_foreign(store)
+    near = find_near_runs(store) if found is None else []
+    return CheckpointNotFoundError(
+        f"{what} {found or 'Check the URL.'}", url=store.url, **details, near=", ".join(near) or None
+    )
+
+
+def find_near_runs(store: ObjectStore) -> list[str]:
+    """Return names of runs beside a URL that are similar to its own; for the message of a mistyped URL.
+
+    One LIST of a page, behind the first half of the name: runs further behind are not seen. The result is empty without
+    permission to list, after a failure, and on a store that has no parent.
+    """
+    make_parent = getattr(store, "parent", None)
+    parent = make_parent() if callable(make_parent) else None
+    if parent is None:
+        return []
+    name = store.url.rpartition("/")[2]
+    try:
+        beside = RetryingStore(parent, Deadline(_NEAR_SECONDS)).list(after=name[: len(name) // 2])
+        folders = (info.key.split("/") for info in itertools.islice(beside, _NEAR_KEYS))
+        return near_names(name, [folder for folder, *rest in folders if rest == [CATALOG_KEY]])
+    except DcpRemoteError as error:
+        logger.debug("%s: no look at what lies beside it: %s", store.url, error)
+        return []
 
 
 def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.provenance import describe_process
 from dcp_remote.errors import (
     CommitConflictError,
     CorruptCheckpointError,
@@ -187,6 +188,8 @@ def _rebuild(store: ObjectStore) -> tuple[Recovered, Found[Catalog]]:
         return _read(store, info.key, shards)
 
     catalog, left = rebuild_catalog(in_parallel(read, infos), revisions, run_id=uuid.uuid4().hex)
+    # The token rises above that of any job, which is told the reason.
+    catalog = replace(catalog, holder=f"recovery of the catalog on {describe_process()}")
     return Recovered(catalog, left, damaged=there.version is not None), there
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import TransientStorageError
-from dcp_remote.format.catalog import Catalog
+from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.run.info import CheckpointInfo, require_run_url
@@ -18,6 +18,8 @@ from dcp_remote.run.lookup import require_not_lost, require_reachable
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.location import require_timeout
 from dcp_remote.storage.request_context import limit_requests
+
+Found = TypeVar("Found")
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +39,77 @@ def wait_for_newer(
     *,
     timeout_seconds: float,
     poll_seconds: float = POLL_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
+    clock: Clock | None = None,
 ) -> CheckpointInfo | None:
     """Wait until the newest checkpoint of a run is above a step; see `Run.wait_for_newer`.
 
-    None waits for any checkpoint. `clock`, in seconds, and `sleep` are arguments for tests.
+    None waits for any checkpoint. `clock` is an argument for tests.
     """
     if step is not None:
         require_step(step)
-    require_timeout(timeout_seconds)
+
+    def choose(catalog: Catalog | None) -> Entry | None:
+        newest = catalog.latest() if catalog is not None else None
+        return newest if newest is not None and (step is None or newest.step > step) else None
+
+    found = _wait(
+        store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, tells_once=False, clock=clock
+    )
+    return CheckpointInfo.of(found) if found is not None else None
+
+
+def watch_run(
+    store: ObjectStore,
+    *,
+    after: int | None = None,
+    timeout_seconds: float = math.inf,
+    poll_seconds: float = POLL_SECONDS,
+    clock: Clock | None = None,
+) -> Iterator[Entry]:
+    """Yield each checkpoint that is committed from now on, until none has come for `timeout_seconds`.
+
+    With `after`, also those that are there with a higher step. Checkpoints of one look come by ascending step; one that
+    is deleted between two looks is missed. After a rollback, new checkpoints of lower steps are yielded as well. An
+    outage is waited out, and said once.
+
+    Costs a GET of the catalog per look: at once, after each pause, and after the checkpoints of a look were taken.
+    """
+    known: set[str] | None = None  # save_ids of the catalog at the last look
+
+    def choose(catalog: Catalog | None) -> list[Entry]:
+        nonlocal known
+        entries = catalog.entries if catalog is not None else ()
+        live = [entry for entry in entries if not entry.abandoned]
+        if known is None:
+            new = [entry for entry in live if after is not None and entry.step > after]
+        else:
+            new = [entry for entry in live if entry.save_id not in known]
+        # A lost catalog that is rebuilt has the checkpoints that were known.
+        if catalog is not None or known is None:
+            known = {entry.save_id for entry in entries}
+        return new
+
+    while found := _wait(
+        store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, tells_once=True, clock=clock
+    ):
+        yield from found
+
+
+def _wait(
+    store: ObjectStore,
+    choose: Callable[[Catalog | None], Found | None],
+    *,
+    timeout_seconds: float,
+    poll_seconds: float,
+    tells_once: bool,
+    clock: Clock | None,
+) -> Found | None:
+    """Look at the catalog until `choose` finds something in it, and return that; None if there is nothing in time."""
+    if timeout_seconds != math.inf:
+        require_timeout(timeout_seconds)
     require_timeout(poll_seconds, name="poll_seconds")
     deadline = Deadline(timeout_seconds, clock)
-    outage = _Outage(store.url, deadline)
+    outage = _Outage(store.url, deadline, tells_once=tells_once)
     has_looked_around = False
     while True:
         # Taken before the look, so that the last one begins at the deadline, not a pause before it.
@@ -63,12 +123,11 @@ def wait_for_newer(
         except TransientStorageError as error:
             outage.note(error)
         else:
-            newest = catalog.latest() if catalog is not None else None
-            if newest is not None and (step is None or newest.step > step):
-                return CheckpointInfo.of(newest)
+            if found := choose(catalog):
+                return found
         if is_last:
             return None
-        sleep(min(poll_seconds, deadline.remaining_seconds()))
+        deadline.clock.sleep(min(poll_seconds, deadline.remaining_seconds()))
 
 
 def _look(store: ObjectStore) -> Catalog | None:
@@ -89,8 +148,9 @@ def _look_around(store: ObjectStore) -> None:
 class _Outage:
     """Log lines about a store that does not answer."""
 
-    def __init__(self, url: str, deadline: Deadline) -> None:
+    def __init__(self, url: str, deadline: Deadline, *, tells_once: bool) -> None:
         self._url, self._deadline = url, deadline
+        self._interval_seconds = math.inf if tells_once else _WARNING_INTERVAL_SECONDS
         self._since_seconds: float | None = None
         self._told_seconds = -math.inf
 
@@ -98,13 +158,14 @@ class _Outage:
         now = self._deadline.elapsed_seconds()
         if self._since_seconds is None:
             self._since_seconds = now
-        if now - self._told_seconds >= _WARNING_INTERVAL_SECONDS:
+        if now - self._told_seconds >= self._interval_seconds:
             self._told_seconds = now
+            left_seconds = self._deadline.remaining_seconds()
             logger.warning(
-                "%s: the store has not answered for %.0f s; still waiting for a newer checkpoint, %.0f s at most: %s",
+                "%s: the store has not answered for %.0f s; still waiting for a newer checkpoint%s: %s",
                 self._url,
                 now - self._since_seconds,
-                self._deadline.remaining_seconds(),
+                "" if left_seconds == math.inf else f", {left_seconds:.0f} s at most",
                 error,
             )
 

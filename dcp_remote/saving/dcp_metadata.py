@@ -44,10 +44,10 @@ def to_columns(dcp_metadata: Metadata) -> Planned:
         kinds=tuple(kinds),
         kind=np.array(kind, dtype=np.int64),
         dimensions=np.array([len(meta.size) for meta in metas], dtype=np.int64),
-        shape=flatten(meta.size for meta in metas),
+        shape=concat_integers(meta.size for meta in metas),
         chunks=np.array([len(meta.chunks) for meta in metas], dtype=np.int64),
-        chunk_offsets=flatten(chunk.offsets for chunk in chunks),
-        chunk_sizes=flatten(chunk.sizes for chunk in chunks),
+        chunk_offsets=concat_integers(chunk.offsets for chunk in chunks),
+        chunk_sizes=concat_integers(chunk.sizes for chunk in chunks),
         chunk_pieces=np.zeros(len(chunks), dtype=np.int64),
     )
     return Planned(columns, positions=objects, flatten=get_flatten_mapping(dcp_metadata.planner_data))
@@ -76,7 +76,7 @@ def to_kind(tensor: str, properties: TensorProperties) -> TensorKind:
     )
 
 
-def flatten(values: Iterable[Iterable[int]]) -> I64:
+def concat_integers(values: Iterable[Iterable[int]]) -> I64:
     """Return the integers of all sizes or offsets, one after another."""
     return np.fromiter(chain.from_iterable(values), dtype=np.int64)
 

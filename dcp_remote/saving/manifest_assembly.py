@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 
 import numpy as np
-import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote.common.arrays import I64, concat_ranges, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
+from dcp_remote.common.provenance import describe_software
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.empty_dicts import drop_conflicting
@@ -65,7 +64,7 @@ def to_manifest(
         save_id=save_id,
         replaces=replaces,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        writer=_WRITER,
+        writer=describe_software(),
         world_size=len(reports),
         shards=shards.take(named),
         tensors=tensors,
@@ -256,12 +255,6 @@ def find_orphaned_shards(manifest: Manifest, reports: Sequence[RankReport]) -> f
     them.
     """
     return frozenset(key for report in reports for key in report.shards.keys) - frozenset(manifest.shards.keys)
-
-
-try:
-    _WRITER = {"dcp_remote": version("dcp-remote"), "torch": str(torch.__version__)}
-except PackageNotFoundError:  # the package was copied, not installed
-    _WRITER = {"dcp_remote": "unknown", "torch": str(torch.__version__)}
 
 
 def require_unicode(plan: SavePlan) -> None:

@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.empty_dicts import to_flatten_items
 from dcp_remote.format.manifest import TensorKind
-from dcp_remote.saving.dcp_metadata import flatten, get_flatten_mapping, to_kind
+from dcp_remote.saving.dcp_metadata import concat_integers, get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import Run, host_views
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_table import (
@@ -45,8 +44,9 @@ from dcp_remote.saving.plan_table import (
     shrink_integers,
 )
 from dcp_remote.saving.rank_differences import Described
+from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.objects import digest_object
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles, empty_places
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles
 from dcp_remote.serialization.tensors import PLAIN_TYPES, dtype_name, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
@@ -108,12 +108,13 @@ class PlanCache:
 
 
 class RunPlanner(DefaultSavePlanner):
-    """Planner of a manager's saves: torch's own, which also records the empty dicts of the state."""
+    """Planner of a manager's saves: torch's own, for a state that is taken apart already."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        """Flatten the state."""
-        super().set_up_planner(state_dict, *args, **options)
-        self.mappings = to_flatten_items(empty_places(state_dict)) | self.mappings
+    def set_up_planner(self, state_dict: dict[str, Any] | FlatState, *args: Any, **options: Any) -> None:
+        """Keep the values of a state, and its paths, among them those of empty dicts; take it apart if it is not."""
+        flat = state_dict if isinstance(state_dict, FlatState) else flatten_state(state_dict)
+        super().set_up_planner(flat.values, *args, **options)
+        self.mappings = flat.paths
 
 
 def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:
@@ -315,10 +316,10 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
             dtype=np.uint8,
         ),
         kind=shrink_integers(np.array(kind, dtype=np.int64)),
-        dimensions=shrink_integers(flatten([len(chunk.size) if chunk is not None else 0] for chunk in data)),
-        shapes=shrink_integers(flatten(chunk.size for chunk in chunks)),
-        offsets=shrink_integers(flatten(chunk.chunk.offsets for chunk in chunks)),
-        sizes=shrink_integers(flatten(chunk.chunk.sizes for chunk in chunks)),
+        dimensions=shrink_integers(concat_integers([len(chunk.size) if chunk is not None else 0] for chunk in data)),
+        shapes=shrink_integers(concat_integers(chunk.size for chunk in chunks)),
+        offsets=shrink_integers(concat_integers(chunk.chunk.offsets for chunk in chunks)),
+        sizes=shrink_integers(concat_integers(chunk.chunk.sizes for chunk in chunks)),
         kinds=tuple(kinds),
         value_digests=np.zeros(0, dtype=np.uint32) if value_digests is None else value_digests,
     )

@@ -22,7 +22,7 @@ from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
-from dcp_remote.saving.dcp_metadata import flatten
+from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
 from dcp_remote.saving.packing import pack
 from dcp_remote.saving.plan_cache import SharedPart
@@ -205,8 +205,8 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
         encodings=tuple(encoding for _, _, encoding in tensors.values()),
         chunk_name=np.array([tensors[index.fqn][0] for index in indices], dtype=np.int64),
         chunk_hint=np.array(hints, dtype=np.int64),
-        chunk_dimensions=flatten([len(box.offsets)] for box in boxes),
-        chunk_offsets=flatten(box.offsets for box in boxes),
+        chunk_dimensions=concat_integers([len(box.offsets)] for box in boxes),
+        chunk_offsets=concat_integers(box.offsets for box in boxes),
         chunk_piece_first=entry_piece_first[chunks],
         chunk_pieces=entry_pieces[chunks],
         pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
@@ -220,7 +220,7 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
             slowest_seconds=uploads.seconds.get(slowest, 0.0),
         ),
         notes=Notes(
-            chunk_sizes=flatten(box.sizes for box in boxes),
+            chunk_sizes=concat_integers(box.sizes for box in boxes),
             first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
             live_bytes=np.concatenate([put_shards.sizes - put_shards.data_starts, reuse.live_bytes[old_shards]]),
         ),

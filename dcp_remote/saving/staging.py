@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import type_name
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.serialization.leaves import nesting_error
 from dcp_remote.serialization.local_boxes import LocalBoxes
 from dcp_remote.serialization.opaque import ATOMS
 from dcp_remote.serialization.tensors import choose_encoding, empty_tensor, is_plain
@@ -33,6 +33,9 @@ from dcp_remote.serialization.torch_tags import lacks_memory
 # Largest share of idle buffers, relative to the largest state so far. Buffers of tensors that are alive but not in this
 # state are kept up to this share, because dropping them means pinning all memory anew.
 _IDLE_MAX = 1 / 8
+
+# Refusals, and lack of memory: raised to the caller as they are.
+_RAISED_AS_THEY_ARE = (DcpRemoteError, MemoryError, torch.OutOfMemoryError)
 
 _ATOMS = ATOMS | {torch.dtype, torch.device, torch.Size}
 
@@ -53,6 +56,7 @@ class Stager:
         self._held_bytes = WeakIdKeyDictionary()  # by storage that has a buffer
         self._largest_bytes = 0
 
+    @torch.no_grad()
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a complete copy of a state on the CPU, objects included. The copy is valid until the next call.
 
@@ -61,9 +65,14 @@ class Stager:
         tensor that has no data, or of a value that cannot be copied.
         """
         storages = {id(storage): storage for storage in map(_storage, tensors_of(state)) if storage is not None}
-        with torch.no_grad():
-            copies = dict(zip(storages, self._copy_storages(list(storages.values())), strict=True))
-            return cast("dict[str, Any]", _StateCopier(copies).copy_value(state))
+        copier = _StateCopier(dict(zip(storages, self._copy_storages(list(storages.values())), strict=True)))
+        copied: dict[str, Any] = {}
+        for key, value in state.items():
+            try:
+                copied[key] = copier.copy_value(value, (key,))
+            except RecursionError as error:
+                raise nesting_error(key) from error
+        return copied
 
     def close(self) -> None:
         """Free the buffers."""
@@ -188,13 +197,21 @@ class _StateCopier:
         return self._copy_object(value, path)
 
     def _copy_object(self, value: object, path: tuple[str, ...]) -> object:
-        what = "An object cannot be copied, as a background save requires. Keep it out of the state."
-        with _refusing(UnsafeObjectError, what, key=".".join(path), types=type_name(value)):
+        try:
             mode = _TensorsInside(lambda tensor: self.copy_value(tensor, path, inside=True))
             with mode:
                 copied = copy.deepcopy(value, self._memo)
             wait_for_devices(mode.devices)
-            return copied
+        except _RAISED_AS_THEY_ARE:
+            raise
+        except Exception as error:
+            raise UnsafeObjectError(
+                "An object cannot be copied, as a background save requires. Keep it out of the state.",
+                key=".".join(path),
+                types=type_name(value),
+                cause=error,
+            ) from error
+        return copied
 
     def _copy_tensor(self, tensor: torch.Tensor, path: tuple[str, ...], *, inside: bool) -> torch.Tensor:
         key = ".".join(path)
@@ -209,8 +226,7 @@ class _StateCopier:
             if not inside:
                 choose_encoding(key, tensor, allow_pickle=True)  # raises an error that names the reason
             return tensor
-        what = "A tensor cannot be copied, as a background save requires. Save with wait=True."
-        with _refusing(InvalidArgumentError, what, tensor=key, type=type_name(tensor)):
+        try:
             storage = _storage(tensor)
             if storage is not None:
                 copied = self._same_view(tensor, self._copy_storage(storage))
@@ -221,6 +237,15 @@ class _StateCopier:
                 raise AssertionError("choose_encoding refuses a tensor without memory")
             else:
                 copied = _clone(tensor)
+        except _RAISED_AS_THEY_ARE:
+            raise
+        except Exception as error:
+            raise InvalidArgumentError(
+                "A tensor cannot be copied, as a background save requires. Save with wait=True.",
+                tensor=key,
+                type=type_name(tensor),
+                cause=error,
+            ) from error
         if type(tensor) is torch.nn.Parameter:
             return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
         return copied.requires_grad_(tensor.requires_grad)
@@ -282,17 +307,6 @@ class _StateCopier:
         """Copy attributes that are tensors, and keep others: a parameter may refer to its module or optimizer."""
         for name, value in vars(tensor).items():
             vars(copied)[name] = self.copy_value(value, path, inside=True) if isinstance(value, torch.Tensor) else value
-
-
-@contextmanager
-def _refusing(kind: type[DcpRemoteError], what: str, **details: object) -> Iterator[None]:
-    """Raise an error with these details in place of any that is no refusal already, and no lack of memory."""
-    try:
-        yield
-    except (DcpRemoteError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise kind(what, **details, cause=error) from error
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_remote.errors import UnsafeObjectError
 from dcp_remote.serialization.objects import find_refusals
@@ -49,8 +48,8 @@ def refused_values(state: Mapping[str, Any] | nn.Module) -> list[RefusedValue]:
         InvalidArgumentError: The state is none, see `CheckpointManager.save`.
     """
     saved = build_saved_state(as_state(state), 0)
-    own = saved.pop(PER_RANK_KEY, {"0": {}})["0"]
-    return _find_all(flatten_state_dict(saved)[0] | {key: value for key, (value,) in own.items()})
+    own = {name: str(path[-1]) for name, path in saved.paths.items() if path[0] == PER_RANK_KEY}
+    return _find_all({own.get(name, name): value[0] if name in own else value for name, value in saved.values.items()})
 
 
 def name_all_refused(error: UnsafeObjectError, values: Mapping[str, Any]) -> UnsafeObjectError:

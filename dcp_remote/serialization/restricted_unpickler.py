@@ -258,8 +258,8 @@ class _Machine:
             raise TypeError("a storage has no key, or no location")
         dtype = _DTYPES[storage]
         size_bytes = items * dtype.itemsize
-        if size_bytes > self._record_bytes[f"data/{key}"]:
-            raise ValueError("a storage is larger than its record")
+        if items != self._record_bytes[f"data/{key}"] // dtype.itemsize:
+            raise ValueError("a storage has another size than its record")
         if not size_bytes:  # as torch: views of an empty tensor may have several dtypes
             empty = self._make_storage(f"data/{key}", 0, dtype)
             return TypedStorage(wrap_storage=empty, dtype=dtype, _internal=True)
@@ -373,6 +373,8 @@ class _Machine:
 
     def _is_permitted_quantized(self, given: tuple[Any, ...]) -> bool:
         storage, _, shape, _, quantizer, *_ = given
+        if storage.dtype in (torch.quint4x2, torch.quint2x4):
+            raise NotImplementedError("a quantized tensor has several elements in a byte")
         # torch allocates memory for the shape before it checks the storage, and for a scale of each channel.
         _require_inside(given, storage.dtype)
         self._channels_left -= max(shape, default=0)

@@ -6,8 +6,9 @@ and converted back after a load.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -15,19 +16,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.files import Files, holds_imitation, unwrap_marked
 from dcp_remote.serialization.leaves import (
+    FlatState,
     Leaf,
     Path,
+    flatten_state,
     is_container,
     is_flattened,
     iterate_leaves,
     name_of,
+    nesting_error,
     require_depth,
     value_at,
 )
@@ -123,27 +126,36 @@ def as_state(state: _State | nn.Module) -> _State | dict[str, Any]:
     return {"model": state} if isinstance(state, nn.Module) else state
 
 
-def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | None = None) -> dict[str, Any]:
-    """Return the state dict that this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key.
+def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | None = None) -> FlatState:
+    """Return what this rank saves: `state_dict()` of each `Stateful`, per-rank values below one key, taken apart.
 
     Bare modules and optimizers count as `ModelState` and `OptimizerState`. `Stateful`s may be at any depth. Raises an
-    `InvalidArgumentError` if a tuple, also of a `state_dict()`, looks like an entry of `Opaque` or `Files`.
+    `InvalidArgumentError` if two values would have one name, or a tuple, also of a `state_dict()`, looks like an entry
+    of `Opaque` or `Files`.
     """
     _require_state(state)
     reader = _StateReader(state, roles=roles)
     # Sorted, as in torch: `state_dict()` may be a collective operation, and the order of keys may differ between ranks.
     values = {key: reader.read(state[key], (key,)) for key in sorted(state)}
-    if imitations := [name for key, value in values.items() for name in _find_imitations(state[key], value, key)]:
-        raise imitation_error(imitations)
     # In a tuple, which torch's planner does not flatten: a later job's template may hold a value of another structure.
     own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
     shared = {key: value for key, value in values.items() if key not in own}
-    return shared | {PER_RANK_KEY: {str(rank): own}} if own else shared
+    flat = flatten_state(shared | {PER_RANK_KEY: {str(rank): own}} if own else shared)
+    imitations = [name for key in own for name in _find_own_imitations(state[key].value, values[key], key)] + [
+        leaf.name
+        for name, value in flat.values.items()
+        if isinstance(value, (tuple, list))
+        for leaf in iterate_leaves(value, flat.paths[name])
+        if is_imitation(leaf.value)
+    ]
+    if imitations:
+        raise imitation_error(sorted(imitations))
+    return flat
 
 
-def _find_imitations(element: object, value: object, key: str) -> list[str]:
-    """Return the names of values below a top-level key that a load would take for entries of `Opaque` or `Files`."""
-    if isinstance(element, PerRank) and not is_stateful(element.value):  # one entry, which may contain itself
+def _find_own_imitations(held: object, value: object, key: str) -> list[str]:
+    """Return the names of values in a value of this rank that a load would take for entries of `Opaque` or `Files`."""
+    if not is_stateful(held):  # one entry, which may contain itself
         return [key] if holds_imitation(value) else []
     return [leaf.name for leaf in iterate_leaves(value, (key,)) if is_imitation(leaf.value)]
 
@@ -284,9 +296,9 @@ def _require_state(state: object) -> None:
         )
 
 
-def _require_shape(value: object, path: Path) -> None:
+def _require_shape(value: torch.Tensor, path: Path) -> None:
     # A ShardedTensor refuses to be asked, as a tensor without an implementation of `is_nested`.
-    if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_nested:
+    if not isinstance(value, ShardedTensor) and value.is_nested:
         raise InvalidArgumentError(
             "A nested tensor has no shape that could be saved. Save its parts: list(tensor.unbind()).",
             tensor=name_of(path),
@@ -320,14 +332,28 @@ class _StateReader:
 
     def read(self, value: Any, path: Path) -> Any:
         """Return what is saved of a value, or loaded into; a container without `Stateful`s is returned itself."""
+        try:
+            return self._read(value, path)
+        except RecursionError as error:
+            raise nesting_error(path[0]) from error
+
+    def _read(self, value: Any, path: Path) -> Any:
+        if isinstance(value, torch.Tensor):
+            _require_shape(value, path)
+            return value
         if not is_container(value):
             return self._read_leaf(value, path)
-        require_depth(path)
+        require_depth(path, len(path))
         if isinstance(value, list):
-            items = [self.read(inner, (*path, number)) for number, inner in enumerate(value)]
-            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-        read = {key: self.read(inner, (*path, str(key))) for key, inner in value.items()}
-        if all(read[key] is inner for key, inner in value.items()):
+            items = [
+                inner if type(inner) in ATOMS else self._read(inner, (*path, number))
+                for number, inner in enumerate(value)
+            ]
+            return items if any(map(operator.is_not, items, value)) else value
+        read = {
+            key: inner if type(inner) in ATOMS else self._read(inner, (*path, str(key))) for key, inner in value.items()
+        }
+        if not any(map(operator.is_not, read.values(), value.values())):
             return value
         if not isinstance(value, MutableMapping):
             raise InvalidArgumentError(
@@ -338,7 +364,6 @@ class _StateReader:
         return read
 
     def _read_leaf(self, value: Any, path: Path) -> Any:
-        _require_shape(value, path)
         if isinstance(value, PerRank):
             if len(path) > 1:
                 raise InvalidArgumentError("A PerRank must be at the top level of the state.", where=name_of(path))
@@ -456,35 +481,8 @@ def holds_stateful(value: object) -> bool:
 
 
 def require_distinct(state: Mapping[Any, object]) -> None:
-    """Refuse two keys of a mapping that are equal as text, or two paths that are once their parts are joined by dots.
-
-    torch would give two values the same name; the error names them.
-    """
-    leaves = list(iterate_leaves(state))
-    if any(leaf.path is not leaf.keys for leaf in leaves):  # which takes a tenth of the time of the look at each part
-        _require_distinct_keys(leaves)
-    path_of: dict[str, Path] = {}
-    for leaf in iterate_leaves(state, descends=is_flattened):
-        # An empty mapping has no entry.
-        if not isinstance(leaf.value, Mapping) and path_of.setdefault(leaf.name, leaf.path) != leaf.path:
-            raise InvalidArgumentError(
-                "Two values of the state have one name, since torch joins the parts of a path by dots. Rename one.",
-                name=leaf.name,
-                paths=", ".join(sorted([str([*path_of[leaf.name]]), str([*leaf.path])])),
-            )
-
-
-def _require_distinct_keys(leaves: Sequence[Leaf]) -> None:
-    keys_of: dict[Path, tuple[Any, ...]] = {}
-    for leaf in leaves:
-        for depth in range(1, len(leaf.path) + 1):
-            path, keys = leaf.path[:depth], leaf.keys[:depth]
-            if keys_of.setdefault(path, keys) != keys:
-                raise InvalidArgumentError(
-                    "Keys of the state are equal as text, and torch would give their values the same name. Rename one.",
-                    where=name_of(path[:-1]),
-                    keys=path[-1],
-                )
+    """Refuse a state that cannot be taken apart, see `flatten_state`."""
+    flatten_state(state)
 
 
 class TextKeys:
@@ -494,23 +492,36 @@ class TextKeys:
     """
 
     def __init__(self, template: dict[str, Any]) -> None:
-        """Copy the containers, if any key is not a string."""
-        self.template, self._original = template, template
-        self._leaves = list(iterate_leaves(template, descends=is_flattened))
-        if any(leaf.path is not leaf.keys for leaf in self._leaves):
-            self.template = {}
-            for leaf in self._leaves:
-                set_element(self.template, leaf.path, {} if isinstance(leaf.value, Mapping) else leaf.value)
+        """Copy the containers below which a key is not a string."""
+        self.template, self._original = _with_text_keys(template), template
 
     def apply_loaded(self) -> None:
         """Move what was loaded from the copies into the original containers, under the original keys."""
-        if self.template is self._original:
-            return
-        for leaf in self._leaves:
-            loaded = value_at(self.template, leaf.path)
-            # An empty mapping has no entry, and nothing is loaded into its copy.
-            if loaded is not leaf.value and not isinstance(leaf.value, Mapping):
-                value_at(self._original, leaf.keys[:-1])[leaf.keys[-1]] = loaded
+        _put_back(self._original, self.template)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if type(value) in ATOMS or isinstance(value, torch.Tensor) or not is_flattened(value):
+        return value
+    if isinstance(value, list):
+        items = [*map(_with_text_keys, value)]
+        return items if any(map(operator.is_not, items, value)) else value
+    copied = {str(key): _with_text_keys(inner) for key, inner in value.items()}
+    is_text = {str}.issuperset(map(type, value))
+    return value if is_text and not any(map(operator.is_not, copied.values(), value.values())) else copied
+
+
+def _put_back(original: Any, copied: Any) -> None:
+    """Put what was loaded into a copy of a container into the original."""
+    if original is copied:
+        return
+    is_list = isinstance(original, list)
+    for key, held in [*enumerate(original)] if is_list else [*original.items()]:
+        loaded = copied[key if is_list else str(key)]
+        if type(held) not in ATOMS and not isinstance(held, torch.Tensor) and is_flattened(held):
+            _put_back(held, loaded)
+        elif loaded is not held:
+            original[key] = loaded
 
 
 def empty_places(state: Mapping[Any, object]) -> list[Path]:

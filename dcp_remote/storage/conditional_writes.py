@@ -8,9 +8,8 @@ correct; every other server is probed once per process and bucket, with puts tha
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from dcp_remote.common.deadline import Deadline
@@ -46,9 +45,7 @@ def find_unproven_server(endpoint_url: str | None, bucket: str, *, known_hosts: 
     return None if host is None or f".{host}".endswith(known_hosts) else f"{endpoint_url} {bucket}"
 
 
-def require_conditional_writes(
-    store: ObjectStore, deadline: Deadline, *, swaps: bool, sleep: Callable[[float], None] = time.sleep
-) -> None:
+def require_conditional_writes(store: ObjectStore, deadline: Deadline, *, swaps: bool) -> None:
     """Refuse a read-only store, and a server that carries out a put although its condition fails.
 
     Called before the first conditional put.
@@ -74,7 +71,7 @@ def require_conditional_writes(
     key = f"{PROBES_PREFIX}{uuid.uuid4().hex}"
 
     def refuses(condition: Condition) -> bool:
-        return _refuses(store, key, condition, deadline, sleep)
+        return _refuses(store, key, condition, deadline)
 
     try:
         # No other process uses this key, so the first put can only be refused by its own earlier, unanswered attempt.
@@ -87,15 +84,11 @@ def require_conditional_writes(
     _proven.update((server, header) for header in wanted)
 
 
-def _refuses(
-    store: ObjectStore, key: str, condition: Condition, deadline: Deadline, sleep: Callable[[float], None]
-) -> bool:
+def _refuses(store: ObjectStore, key: str, condition: Condition, deadline: Deadline) -> bool:
     """Send a put that the server may only refuse; return False if the server carried it out."""
     request = Request(verb="put", keys=(key,), size_bytes=len(_BODY))
     try:
-        RetryingStore(store, deadline, sleep=sleep).repeat(
-            request, lambda: store.put(key, [_BODY], condition=condition)
-        )
+        RetryingStore(store, deadline).repeat(request, lambda: store.put(key, [_BODY], condition=condition))
     except ConditionFailedError:
         return True
     return False

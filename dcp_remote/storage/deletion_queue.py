@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,9 +36,9 @@ class Deleted:
 class DeletionQueue:
     """Queue of objects to delete, by keys relative to the store of the run. For one thread at a time."""
 
-    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, store: ObjectStore) -> None:
         """Begin with an empty queue; no request is sent."""
-        self._store, self._sleep = store, sleep
+        self._store = store
         self._keys: dict[str, None] = {}
         self._is_permitted = True
         self._given_up = 0
@@ -79,7 +78,7 @@ class DeletionQueue:
         Failed requests are repeated until the deadline. `stop` is called before each request; once it returns True, the
         rest stays in the queue.
         """
-        sender = RetryingStore(self._store, deadline, sleep=self._sleep)
+        sender = RetryingStore(self._store, deadline)
         failed: dict[str, StorageError] = {}
         removed = 0
         while self._keys and not stop() and not deadline.expired():
@@ -98,7 +97,7 @@ class DeletionQueue:
             if for_now:
                 break
             if self._keys:
-                self._sleep(pause_seconds)
+                deadline.clock.sleep(pause_seconds)
         given_up, self._given_up = self._given_up, 0
         if removed or failed or given_up:
             parts = [f"deleted {format_count(removed, 'object')}"]

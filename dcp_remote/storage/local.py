@@ -128,6 +128,11 @@ class LocalStore:
         self._path(prefix)  # refuses the hidden folder
         return _reopen(self._root, self._place.child(prefix))
 
+    def parent(self) -> LocalStore | None:
+        """Return the store of the folder above, to be listed; None for the root. Not part of the contract."""
+        above = self._place.parent()
+        return LocalStore(above.path) if above is not None else None
+
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`."""
         path = self._path(key)

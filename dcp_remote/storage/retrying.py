@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -51,8 +50,8 @@ class RetryingStore(WrappedStore):
     a `StorageError` names the limit.
 
     After the deadline nothing is repeated; no pause reaches it, and requests to a cloud are limited to what is left of
-    it. Pauses are by its clock, unless `sleep` and `random` (from [0, 1)) are given. `on_retry` is called before each
-    pause with verb, key and error, from the thread that pauses. `outage` warns; None is the one that all stores of the
+    it. Pauses are by its clock. `on_retry` is called before each pause with verb, key and error, from the thread that
+    pauses. `outage` warns; None is the one that all stores of the
     URL share.
     """
 
@@ -62,8 +61,6 @@ class RetryingStore(WrappedStore):
         deadline: Deadline,
         policy: RetryPolicy | None = None,
         *,
-        sleep: Callable[[float], None] | None = None,
-        random: Callable[[], float] | None = None,
         on_retry: Callable[[Verb, str, StorageError], None] | None = None,
         outage: Outage | None = None,
     ) -> None:
@@ -71,8 +68,6 @@ class RetryingStore(WrappedStore):
         super().__init__(store)
         self._deadline = deadline
         self._policy = policy or RetryPolicy()
-        self._sleep = sleep or deadline.clock.sleep
-        self._random = random or partial(deadline.clock.uniform, 0.0, 1.0)
         self._on_retry = on_retry
         self._outage = outage or outage_of(store.url)
 
@@ -172,14 +167,15 @@ class _Attempts:
             now_seconds = self._deadline.elapsed_seconds()
             self._short_seconds = self._short_seconds if was_short else now_seconds
             left_seconds = min(left_seconds, self._short_seconds + SHORTAGE_SECONDS - now_seconds)
+        clock = self._deadline.clock
         delay_seconds = store._policy.delay_seconds(
-            self._failed, remaining_seconds=left_seconds, random=store._random()
+            self._failed, remaining_seconds=left_seconds, random=clock.uniform(0.0, 1.0)
         )
         if delay_seconds is not None:
             self._note_failure(error)
             if store._on_retry is not None:
                 store._on_retry(request.verb, request.key, error)
-            store._sleep(delay_seconds)
+            clock.sleep(delay_seconds)
         if delay_seconds is None or self._deadline.expired():  # e.g. cancelled during the pause
             self._outage.note_end(id(self), is_answered=False)
             raise self.last_error(error)

@@ -106,6 +106,10 @@ class ParsedUrl:
         """Return the URL of `key` below this one. Checks the key."""
         return ParsedUrl(self.scheme, self.bucket, self.key(key))
 
+    def parent(self) -> ParsedUrl | None:
+        """Return the URL of the folder above this one; None for a whole bucket, and for the root of files."""
+        return ParsedUrl(self.scheme, self.bucket, self.prefix.rpartition("/")[0]) if self.prefix else None
+
 
 def check_key(key: str) -> None:
     """Refuse the key of an object, or the prefix of a child store, with `InvalidArgumentError` if no store takes it."""

@@ -72,9 +72,18 @@ class WrappedStore:
     def child(self, prefix: str) -> Self:
         """Return a wrapper of the wrapped store's child, which shares this wrapper's state."""
         check_key(prefix)
-        child = type(self).__new__(type(self))
-        vars(child).update(vars(self), _store=self._store.child(prefix), _prefix=f"{self._prefix}{prefix}/")
-        return child
+        return self._wrap(self._store.child(prefix), f"{prefix}/")
+
+    def parent(self) -> Self | None:
+        """Return a wrapper of the store of the folder above the wrapped store; None if there is none, or unknown."""
+        make_parent = getattr(self._store, "parent", None)
+        above = make_parent() if callable(make_parent) else None
+        return self._wrap(above, "../") if above is not None else None
+
+    def _wrap(self, store: ObjectStore, path: str) -> Self:
+        wrapper = type(self).__new__(type(self))
+        vars(wrapper).update(vars(self), _store=store, _prefix=f"{self._prefix}{path}")
+        return wrapper
 
     def explain_missing(self) -> DcpRemoteError | None:
         """Return the wrapped store's error for a missing bucket, or another cause of missing objects; else None."""

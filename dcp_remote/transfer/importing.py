@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -32,8 +31,9 @@ from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.info import CheckpointInfo, latest
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.saving.plan_cache import RunPlanner
+from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.refused_values import refused_values
-from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank, require_distinct
+from dcp_remote.serialization.state_dict import PER_RANK_KEY, convert_per_rank
 from dcp_remote.serialization.tensors import byte_view
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
@@ -259,10 +259,14 @@ class _SourcePlanner(PiecePlanner, RunPlanner):
         self._source, self._check = source, check
         self._per_rank = _take_per_rank(source)
 
-    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
+    def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
         # Here, since the manager sorts the top-level keys, and takes values of this rank alone.
-        ordered = {key: state_dict[key] for key in self._source.state} | self._per_rank
-        super().set_up_planner(ordered, *args, **options)
+        flat, own = state_dict, flatten_state(self._per_rank)
+        places = {key: number for number, key in enumerate(self._source.state)}
+        paths = dict(sorted(flat.paths.items(), key=lambda item: places[item[1][0]])) | own.paths
+        values = flat.values | own.values
+        ordered = {name: values[name] for name in paths if name in values}
+        super().set_up_planner(FlatState(ordered, paths), *args, **options)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -300,8 +304,7 @@ class _SourcePlanner(PiecePlanner, RunPlanner):
 
 def _require_storable(source: Source, *, allow_pickle: bool) -> None:
     """Refuse what the save would refuse, before it takes the run from a training."""
-    require_distinct(source.state)
-    for name in flatten_state_dict(source.state)[0]:
+    for name in flatten_state(source.state).values:
         if name.encode(errors="replace").decode() != name:
             raise InvalidArgumentError(
                 "A name in the source is not Unicode: it has half of a surrogate pair. Load the source by its own "

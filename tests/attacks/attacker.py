@@ -44,10 +44,12 @@ MESSAGE_CHARACTERS_MAX = 4_000
 _numbers = itertools.count()
 
 
-def _state() -> State:
+def _state(weight: torch.Tensor | None = None) -> State:
+    if weight is None:
+        weight = torch.arange(400 * 230, dtype=torch.float32).reshape(SHAPE)
     repeated = [1, 2]
     return {
-        "model": {"weight": torch.arange(400 * 230, dtype=torch.float32).reshape(SHAPE), "bias": torch.ones(5)},
+        "model": {"weight": weight, "bias": torch.ones(5)},
         "sparse": torch.eye(3).to_sparse(),
         "step": 3,
         "notes": NOTES,
@@ -55,11 +57,14 @@ def _state() -> State:
     }
 
 
-@functools.cache
-def _saved() -> Mapping[str, bytes]:
+def saved(weight: torch.Tensor | None = None) -> dict[str, bytes]:
+    """Return the objects of a valid checkpoint, perhaps with other numbers."""
     store = MemoryStore()
-    save_as_ranks([_state()], lambda: RemoteWriter(store))
+    save_as_ranks([_state(weight)], lambda: RemoteWriter(store))
     return {key: found.data for key, found in store.space.objects.items()}
+
+
+_saved = functools.cache(saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +108,16 @@ def bucket() -> Bucket:
 # ---- victims
 
 
-def _load(attacked: Bucket) -> None:
-    found = load(attacked.watched)
-    same = torch.equal(found["model"]["weight"], _state()["model"]["weight"])
-    assert same
+def assert_saved(found: State) -> None:
+    """Check that a state is exactly the saved one."""
+    assert torch.equal(found["model"]["weight"], _state()["model"]["weight"])
     assert torch.equal(found["model"]["bias"], torch.ones(5))
     assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
     assert (found["step"], found["notes"], found["shared"]) == (3, NOTES, [[1, 2], [1, 2]])
+
+
+def _load(attacked: Bucket) -> None:
+    assert_saved(load(attacked.watched))
 
 
 def _load_into_template(attacked: Bucket) -> None:
@@ -121,10 +129,7 @@ def _load_into_template(attacked: Bucket) -> None:
         "shared": None,
     }
     load_as_ranks([state], lambda: RemoteReader(attacked.watched))
-    assert torch.equal(state["model"]["weight"], _state()["model"]["weight"])
-    assert torch.equal(state["model"]["bias"], torch.ones(5))
-    assert torch.equal(state["sparse"].to_dense(), torch.eye(3))
-    assert (state["step"], state["notes"], state["shared"]) == (3, NOTES, [[1, 2], [1, 2]])
+    assert_saved(state)
 
 
 def _load_rows(attacked: Bucket) -> None:

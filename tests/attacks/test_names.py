@@ -9,8 +9,7 @@ import pytest
 
 from dcp_remote import cli, load
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
-from dcp_remote.format.document import seal
-from tests.attacks.attacker import LOOKS, Bucket, assert_refused, bucket, column, outcomes, show_text, with_number
+from tests.attacks.attacker import LOOKS, Bucket, bucket, column, outcomes, show_text, with_number
 from tests.support.figures import count
 
 pytestmark = pytest.mark.torture
@@ -19,19 +18,13 @@ NAMES = {
     "nothing": "",
     "NUL": "a\x00b",
     "clear the screen": "\x1b[2J\x1b[H",
-    "title and bell": "\x1b]0;owned\x07",
-    "type a command": "\x1bP$q\x1b\\",
     "one-byte command": "\x9b31m\x90q\x9c",
     "a line of its own": "a\nsave_id  00000000000000000000000000000000",
-    "a line over another": "a\rb",
     "from right to left": "\u202egnp.exe",
     "invisible": "\u200b\u2060\ufeff",
-    "delete": "\x7f\x08\x08\x08",
     "other separators of lines": "a\x85b\u2028c\u2029d",
-    "private": "\ue000\U000f0000",
     "a pattern": "*[a-z]?",
     "a path": "../../etc/passwd",
-    "of a module": "__import__('os').system('true')",
     "formatting": "%s%n{0.__class__}",
     "a megabyte": "x" * 1_000_000,
     "a megabyte of combining marks": "e" + "\u0301" * 500_000,
@@ -111,30 +104,6 @@ def test_an_error_names_it_in_a_line(name: str, capsys: pytest.CaptureFixture[st
     complaint = capsys.readouterr().err
     assert complaint.removesuffix("\n").isprintable()
     assert len(complaint) < 4_000
-
-
-@pytest.mark.parametrize("escape", ["\\ud800", "\\udfff", "a\\udc00b", "\\ud800\\ud800"])
-def test_a_name_that_is_no_text(escape: str) -> None:
-    """Lone surrogates, which have no UTF-8, are refused wherever a name can stand."""
-    text = json.dumps(bucket().document(), separators=(",", ":"))
-    for before in ('"model.weight"', '"notes"', '"step"', '"2.13.0+cpu"', '"user":{}'):
-        attacked = bucket()
-        after = f'"{escape}"' if before != '"user":{}' else f'"user":{{"{escape}":1}}'
-        changed = text.replace(before, after)
-        if before in text:
-            attacked.put("manifest.json", seal(changed.encode()))
-            assert_refused(attacked, CorruptCheckpointError)
-
-
-@pytest.mark.parametrize(
-    "data", [b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x00", b"\n", b"\xe2\x82"]
-)
-def test_bytes_that_are_no_text(data: bytes) -> None:
-    """Invalid UTF-8 and raw control characters in a name are refused."""
-    text = json.dumps(bucket().document(), separators=(",", ":")).encode()
-    attacked = bucket()
-    attacked.put("manifest.json", seal(text.replace(b'"model.weight"', b'"' + data + b'"')))
-    assert_refused(attacked, CorruptCheckpointError)
 
 
 def test_very_many_names() -> None:

@@ -44,11 +44,7 @@ class CephServer:
 
 @contextmanager
 def ceph_server() -> Iterator[CephServer]:
-    """An empty one, with the benchmark's bucket, while the block runs. Starts in a second or two.
-
-    Raises:
-        InvalidArgumentError: Ceph 16 is not installed, or did not start.
-    """
+    """An empty one, with the benchmark's bucket, while the block runs. Starts in a second or two."""
     with ceph_gateway() as gateway:
         gateway.create_bucket("bench")
         yield CephServer(gateway)

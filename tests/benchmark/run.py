@@ -34,12 +34,7 @@ _VERSIONS = ("torch", "obstore", "s3fs", "s3torchconnector", "boto3")
 
 
 def rows(sections: Sequence[Section], *, verify: bool = True) -> Iterator[Row]:
-    """Measure; what is compared follows each other, in an order that changes with each round.
-
-    Args:
-        sections: A server each.
-        verify: The server compares bodies with their checksums, as S3 does; needs awscrt.
-    """
+    """Measure; what is compared follows each other, in an order that changes with each round."""
     for section in sections:
         if section.ceph:
             for number, group in section.turns():

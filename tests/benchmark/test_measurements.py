@@ -20,7 +20,6 @@ from tests.benchmark.clients.worker import Task
 from tests.benchmark.report.plan import BEST, CONNECTOR, OURS, RAW, Group, Section, Step
 from tests.benchmark.run import about_this_machine, rows
 from tests.benchmark.server.server import BenchServer, bench_server
-from tests.benchmark.server.shape import Shape
 from tests.support.ceph import ceph_is_installed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server needs Linux's sendfile and shared memory")
@@ -75,22 +74,17 @@ def test_client_loads_what_it_saved(client: str, protocol: str, request: pytest.
     assert min(saved.wall_seconds, saved.cpu_seconds, loaded.cpu_seconds) > 0
 
 
-@pytest.mark.torture(smoke=False)
-def test_client_that_loads_nothing_is_found_out(http: BenchServer) -> None:
-    """Of another state, of the same shapes, one value differs; a load that leaves it as it was raises."""
+def test_state_is_what_it_says_it_is() -> None:
+    """The large one has tensors from 4 bytes to 200 MiB; another value than that which was saved is found."""
+    sizes = [4 * torch.Size(size).numel() for _, size in LARGE.parameters()]
+    assert max(sizes) == 200 * MiB
+    assert state_of(SMALL, filled=True)["optim"]["state"]["norm.weight"]["step"].nbytes == 4
+    assert all(shape.layers > 0 for shape in SHAPES.values())
     state = state_of(SMALL, filled=True)
     require_loaded(state, SMALL)
     local_tensors(state)[-2].view(-1)[-1] += 1
     with pytest.raises(AssertionError, match="not loaded as it was saved"):
         require_loaded(state, SMALL)
-
-
-def test_state_is_what_it_says_it_is() -> None:
-    """The large one has tensors from 4 bytes to 200 MiB, and no two pieces of a tensor are alike by chance."""
-    sizes = [4 * torch.Size(size).numel() for _, size in LARGE.parameters()]
-    assert max(sizes) == 200 * MiB
-    assert state_of(SMALL, filled=True)["optim"]["state"]["norm.weight"]["step"].nbytes == 4
-    assert all(shape.layers > 0 for shape in SHAPES.values())
 
 
 @pytest.mark.torture(smoke=False)
@@ -140,20 +134,6 @@ def test_ceph_in_the_place_of_the_server() -> None:
         assert row.requests == row.sent_bytes == row.got_bytes == 0
 
 
-@pytest.mark.torture(smoke=False)
-def test_save_beside_a_loop(http: BenchServer) -> None:
-    """It takes CPU of ours where it is a thread, and none where it is a process; the loop ends with the save."""
-    http.clear()
-    http.shape(Shape(latency_ms=300))  # so that there is time to spin
-    try:
-        (thread,) = run_ranks(task(http, Step("save", beside="thread")), seconds_max=60)
-        http.clear()
-        (process,) = run_ranks(task(http, Step("save", beside="process")), seconds_max=60)
-    finally:
-        http.shape(Shape())
-    assert thread.cpu_seconds > process.cpu_seconds
-
-
 def test_failure_is_a_row_with_a_reason(http: BenchServer) -> None:
     """A checkpoint that is not there; and two ranks of which one raises: nobody waits for the other."""
     http.clear()
@@ -177,7 +157,6 @@ def test_rows_of_a_plan() -> None:
 
 
 def test_about_names_nobody() -> None:
-    """Facts of the machine, not its name."""
     about = about_this_machine()
     assert platform.node() not in str(about)
     assert about["cores"] > 0

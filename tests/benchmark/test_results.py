@@ -132,9 +132,7 @@ def test_table_tells_ratios_failures_and_nothing_else() -> None:
     assert failures(results) in document(results)
 
 
-def test_part_of_the_readme_is_replaced_and_nothing_else() -> None:
-    readme = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert with_part(readme, f"{BEGIN}\nnew\n{END}") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+def test_readme_without_a_place() -> None:
     with pytest.raises(InvalidArgumentError, match="no place"):
         with_part("before\nafter\n", "new")
 
@@ -172,7 +170,6 @@ def test_published(shown: Path, tmp_path_factory: pytest.TempPathFactory) -> Non
     "text",
     [
         None,
-        "",
         "[]",
         "{",
         '{"about": {}, "rows": {}}',
@@ -190,25 +187,12 @@ def test_what_is_no_measurement_is_one_line_and_nothing_is_written(
     results = tmp_path_factory.mktemp("run") / RESULTS
     if text is not None:
         results.write_text(text, encoding="utf-8")
-    _refused(results, shown, capsys)
-    assert "old" in (shown / "README.md").read_text(encoding="utf-8")
-
-
-def test_readme_without_a_place_leaves_all_as_it_was(
-    shown: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path_factory.mktemp("run") / RESULTS
-    results.write_text(Results(ABOUT, PUBLISHED).to_json(), encoding="utf-8")
-    (shown / "README.md").write_text("before\nafter\n", encoding="utf-8")
-    _refused(results, shown, capsys)
-
-
-def _refused(results: Path, shown: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         publish.main([str(results)])
     assert ended.value.code == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert [path.name for path in shown.iterdir()] == ["README.md"]
+    assert "old" in (shown / "README.md").read_text(encoding="utf-8")
 
 
 def test_run_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

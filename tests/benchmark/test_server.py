@@ -31,18 +31,17 @@ from xml.etree import ElementTree as ET
 import boto3
 import pytest
 import s3fs
-from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from dcp_remote.common.units import MiB
-from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError, TransientStorageError
+from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.store_suite import StoreSuite
 from tests.benchmark.server.objects import find_page
 from tests.benchmark.server.server import BenchServer, bench_server
-from tests.benchmark.server.shape import Fates, Fault, Pacer, Shape, parse_shape
+from tests.benchmark.server.shape import Shape, parse_shape
 from tests.benchmark.server.space import Space
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the server needs Linux's sendfile and shared memory")
@@ -248,24 +247,16 @@ def test_conditions(raw: Raw) -> None:
 
 
 def test_what_is_unknown_is_refused(raw: Raw) -> None:
-    """Buckets, uploads, subresources and methods; a body that comes with it is read, and the connection goes on."""
+    """A body that comes with it is read, and the connection goes on."""
     assert raw("PUT", "/nowhere/k", b"x" * 100_000).code == "NoSuchBucket"
     assert raw("GET", "/nowhere?list-type=2").code == "NoSuchBucket"
     assert raw("HEAD", "/nowhere").status == 404
     assert raw("PUT", "/bench/k?uploadId=1&partNumber=1", b"x" * 100_000).code == "NoSuchUpload"
-    for method, path in (
-        ("GET", "/"),
-        ("GET", "/bench"),
-        ("GET", "/bench?uploads"),
-        ("GET", "/bench?versioning"),
-        ("DELETE", "/bench"),
-        ("GET", "/bench/k?acl"),
-        ("PATCH", "/bench/k"),
-    ):
+    for asked in ("GET /", "GET /bench?uploads", "GET /bench?versioning", "GET /bench/k?acl", "PATCH /bench/k"):
+        method, path = asked.split(" ")
         refused = raw(method, path)
         assert (refused.status, refused.code) == (501, "NotImplemented")
     assert raw("DELETE", "/bench/k", If_Match="x").status == 501  # S3 knows it: not passed by
-    assert raw("HEAD", "/bench").status == 200
     assert raw("GET", "/bench?location").status == 200
 
 
@@ -294,8 +285,8 @@ def chunks(data: bytes, size_bytes: int, *, extension: bytes = b"", trailers: by
     return b"%s0%s\r\n%s\r\n" % (framed, extension, trailers)
 
 
-@pytest.mark.parametrize("outer_bytes", [0, 7, 5000], ids="outer_{}".format)
-@pytest.mark.parametrize("inner_bytes", [10, 20_000, 100_000], ids="inner_{}".format)
+@pytest.mark.parametrize("outer_bytes", [0, 7], ids="outer_{}".format)
+@pytest.mark.parametrize("inner_bytes", [10, 20_000], ids="inner_{}".format)
 def test_chunked_bodies(raw: Raw, server: BenchServer, inner_bytes: int, outer_bytes: int) -> None:
     """Amazon's chunks with a trailer, by themselves or inside HTTP's, whose borders cut lines anywhere."""
     data = random.Random(3).randbytes(50_001)
@@ -324,21 +315,6 @@ def test_a_body_without_a_length_is_refused(raw: Raw) -> None:
     assert raw("GET", "/bench/k").status == 404
 
 
-def test_delete_and_list_by_hand(raw: Raw) -> None:
-    """Keys that XML and URLs have to escape."""
-    for key in ("a%26b", "c%3Cd", "e%20f", "g"):
-        raw("PUT", f"/bench/p/{key}", b"x")
-    answer = raw(
-        "POST",
-        "/bench?delete",
-        b"<Delete><Object><Key>p/a&amp;b</Key></Object><Object><Key>p/c&#60;d</Key></Object></Delete>",
-    )
-    assert [element.text for element in ET.fromstring(answer.body).findall("{*}Deleted/{*}Key")] == ["p/a&b", "p/c<d"]
-    listed = ET.fromstring(raw("GET", "/bench?list-type=2&encoding-type=url&prefix=p%2F").body)
-    assert [element.text for element in listed.findall("{*}Contents/{*}Key")] == ["p/e%20f", "p/g"]
-    assert raw("POST", "/bench?delete", b"<Delete>").code == "MalformedXML"
-
-
 def test_pages_are_the_whole(server: BenchServer) -> None:
     """Every limit, delimiter and prefix: the pages in a row are what a walk over all keys gives."""
     keys = sorted({"".join(random.Random(seed).choices("ab/", k=4)) for seed in range(60)})
@@ -361,43 +337,8 @@ def test_pages_are_the_whole(server: BenchServer) -> None:
                 assert found == expected, (prefix, delimiter, limit)
 
 
-def test_boto3(boto: Any, server: BenchServer, tmp_path: Path) -> None:
-    """Objects by its defaults, conditions, a multipart upload there and back, copies, pages, many deletes."""
-    boto.create_bucket(Bucket="boto")
-    etag = boto.put_object(Bucket="boto", Key="k", Body=b"first", IfNoneMatch="*")["ETag"]
-    for condition in ({"IfNoneMatch": "*"}, {"IfMatch": '"other"'}):
-        with pytest.raises(ClientError, match="PreconditionFailed"):
-            boto.put_object(Bucket="boto", Key="k", Body=b"second", **condition)
-    boto.put_object(Bucket="boto", Key="k", Body=b"third", IfMatch=etag)
-    assert boto.get_object(Bucket="boto", Key="k")["Body"].read() == b"third"
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.write_bytes(random.Random(5).randbytes(12 * MiB + 5))
-    transfer = TransferConfig(multipart_threshold=5 * MiB, multipart_chunksize=5 * MiB)
-    boto.upload_file(str(source), "boto", "large", Config=transfer)
-    boto.download_file("boto", "large", str(target), Config=transfer)
-    assert target.read_bytes() == source.read_bytes()
-    assert server.counts().operations["UploadPart"] == 3
-    boto.copy_object(Bucket="boto", Key="copy of large", CopySource={"Bucket": "boto", "Key": "large"})
-    boto.delete_object(Bucket="boto", Key="large")
-    part = boto.get_object(Bucket="boto", Key="copy of large", PartNumber=2)
-    assert (part["Body"].read(), part["PartsCount"]) == (source.read_bytes()[5 * MiB : 10 * MiB], 3)
-    for number in range(25):
-        boto.put_object(Bucket="boto", Key=f"p/{number:02}/x", Body=b"")
-    pages = list(
-        boto.get_paginator("list_objects_v2").paginate(Bucket="boto", Prefix="p/", PaginationConfig={"PageSize": 10})
-    )
-    assert [len(page["Contents"]) for page in pages] == [10, 10, 5]
-    folders = boto.list_objects_v2(Bucket="boto", Delimiter="/")
-    assert [one["Prefix"] for one in folders["CommonPrefixes"]] == ["p/"]
-    assert [one["Key"] for one in folders["Contents"]] == ["copy of large", "k"]
-    keys = [{"Key": one["Key"]} for page in pages for one in page["Contents"]]
-    assert "Errors" not in boto.delete_objects(Bucket="boto", Delete={"Objects": keys})
-    assert boto.list_objects_v2(Bucket="boto")["KeyCount"] == 2
-    assert boto.get_bucket_location(Bucket="boto")["LocationConstraint"] is None
-
-
 def test_uploads_in_parts(boto: Any, server: BenchServer) -> None:
-    """Parts that are replaced, left out, listed; what is no upload; an abort. At the end nothing is taken up."""
+    """Parts that are replaced, left out or read; what is no upload; an abort. At the end nothing is taken up."""
 
     def put(upload: str, number: int, body: bytes) -> dict[str, object]:
         answer = boto.upload_part(Bucket="bench", Key="k", UploadId=upload, PartNumber=number, Body=body)
@@ -411,8 +352,6 @@ def test_uploads_in_parts(boto: Any, server: BenchServer) -> None:
     upload = boto.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
     old = put(upload, 1, b"0" * 6 * MiB)
     first, left_out, last = put(upload, 1, b"1" * 5 * MiB), put(upload, 2, b"2"), put(upload, 3, b"3")
-    listed = boto.list_parts(Bucket="bench", Key="k", UploadId=upload)["Parts"]
-    assert [(part["PartNumber"], part["Size"]) for part in listed] == [(1, 5 * MiB), (2, 1), (3, 1)]
     for wrong, code in (
         ((old, last), "InvalidPart"),
         ((last, first), "InvalidPartOrder"),
@@ -425,6 +364,8 @@ def test_uploads_in_parts(boto: Any, server: BenchServer) -> None:
         complete(upload, first, last, IfNoneMatch="*")
     complete(upload, first, last)
     assert boto.get_object(Bucket="bench", Key="k")["Body"].read() == b"1" * 5 * MiB + b"3"
+    part = boto.get_object(Bucket="bench", Key="k", PartNumber=2)
+    assert (part["Body"].read(), part["PartsCount"]) == (b"3", 2)
     with pytest.raises(ClientError, match="NoSuchUpload"):
         complete(upload, first, last)
     aborted = boto.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
@@ -497,12 +438,6 @@ def test_counts_are_exact(server: BenchServer) -> None:
     assert counts.total.body_bytes_in == counts.methods["PUT"].body_bytes_in == 101_010
     assert counts.methods["GET"].body_bytes_out == 50_000 + len(answer.body)
     assert counts.methods["HEAD"].body_bytes_out == counts.methods["DELETE"].body_bytes_out == 0
-    assert {name: tally.requests for name, tally in counts.methods.items()} == {
-        "PUT": 3,
-        "GET": 2,
-        "HEAD": 1,
-        "DELETE": 1,
-    }
     assert counts.operations == {"PutObject": 3, "GetObject": 2, "HeadObject": 1, "DeleteObject": 1}
     assert counts.server_cpu_seconds > 0
     server.reset()
@@ -606,10 +541,7 @@ def test_slow_downs_by_seed(server: BenchServer) -> None:
         with Raw(server) as raw:
             statuses = [raw("PUT", f"/bench/{number // 2}", b"x" * 10).status for number in range(200)]
         assert server.counts().slow_downs == statuses.count(503) == server.counts().total.statuses["503"]
-        assert all(
-            503 not in (statuses[number], statuses[number + 1]) or statuses[number] != statuses[number + 1]
-            for number in range(0, 200, 2)
-        )
+        assert all(pair != (503, 503) for pair in zip(statuses[::2], statuses[1::2], strict=True))
         return statuses
 
     first = refused(1)
@@ -618,61 +550,11 @@ def test_slow_downs_by_seed(server: BenchServer) -> None:
     assert refused(2) != first
 
 
-def test_a_share_is_what_it_says() -> None:
-    """10,000 keys, each asked for once, and 50 keys 200 times: there, what follows a failure passes."""
-    shape = Shape(slow_down_share=0.05, reset_share=0.02, stall_share=0.01, seed=4)
-    fates = Fates(shape)
-    drawn = [fates.draw(f"key-{number}") for number in range(10_000)]
-    for fault, share in ((Fault.SLOW_DOWN, 0.05), (Fault.RESET, 0.02), (Fault.STALL, 0.01)):
-        assert drawn.count(fault) == pytest.approx(10_000 * share, rel=0.3)
-    fates = Fates(replace(shape, slow_down_share=0.9))
-    for key in "abc":
-        row = [fates.draw(key) for _ in range(200)]
-        assert all(one is None or other is None for one, other in itertools.pairwise(row))
-        assert sum(fault is not None for fault in row) > 80
-
-
-def test_resets(server: BenchServer) -> None:
-    """In the middle of a body, which is then not there; in the middle of an answer. The next time it passes."""
-    with Raw(server) as raw:
-        raw("PUT", "/bench/there", b"x" * 10 * MiB)
-    server.shape(Shape(reset_share=1))
-    server.reset()
-    with Raw(server) as raw, pytest.raises(ConnectionError):
-        raw("PUT", "/bench/k", b"x" * 50 * MiB)
-    with Raw(server) as raw, pytest.raises(ConnectionResetError):  # more than an end that comes too early
-        raw("GET", "/bench/there")
-    counts = server.counts()
-    assert (counts.resets, counts.methods["PUT"].statuses) == (2, {"cut": 1})
-    assert counts.methods["PUT"].body_bytes_in == 25 * MiB
-    assert counts.methods["GET"].body_bytes_out == 5 * MiB
-    with Raw(server) as raw:
-        assert raw("GET", "/bench/k").status == 404
-        assert raw("GET", "/bench/there").body == b"x" * 10 * MiB
-
-
-def test_our_store_meets_faults(server: BenchServer) -> None:
-    """One attempt each, as it is opened here: a refusal and a reset are both told as passing."""
-    store = open_store("s3://bench", storage_options=server.storage_options)
-    for shape in (Shape(slow_down_share=1), Shape(reset_share=1)):
-        server.shape(shape)
-        with pytest.raises(TransientStorageError):
-            store.put(f"{shape.reset_share}", [b"x" * MiB])
-        store.put(f"{shape.reset_share}", [b"x" * MiB], condition="absent")
-
-
-def test_stalls_and_latency(server: BenchServer) -> None:
-    """Each by what it takes at least."""
-    with Raw(server) as raw:
-        server.shape(Shape(stall_share=1, stall_seconds=0.3))
-        began = time.monotonic()
-        assert raw("PUT", "/bench/k", b"x" * 100).status == 200
-        assert time.monotonic() - began >= 0.3
-        server.shape(Shape(latency_ms=200))
-        began = time.monotonic()
-        assert raw("GET", "/bench/k").body == b"x" * 100
-        assert time.monotonic() - began >= 0.2
-    assert server.counts().stalls == 1
+def test_latency(raw: Raw, server: BenchServer) -> None:
+    server.shape(Shape(latency_ms=200))
+    began = time.monotonic()
+    assert raw("HEAD", "/bench").status == 200
+    assert time.monotonic() - began >= 0.2
 
 
 def test_bandwidth(server: BenchServer) -> None:
@@ -688,36 +570,16 @@ def test_bandwidth(server: BenchServer) -> None:
         assert time.monotonic() - halfway >= 0.2
 
 
-def test_pacer() -> None:
-    """By a clock of its own: 10 slices of 20 ms; then idle time buys one slice and no more."""
-    now = 100.0
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-        slept.append(seconds)
-
-    pacer = Pacer(1_000_000, clock=lambda: now, sleep=sleep)
-    assert pacer.slice_bytes == 20_000
-    for _ in range(10):
-        pacer.pay(20_000)
-    assert now == pytest.approx(100.18)
-    now = 200.0
-    pacer.pay(40_000)
-    assert now == pytest.approx(200.02)
-
-
 @pytest.fixture(scope="module")
 def verifying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
-    """With checksums that are computed in Python, and with MD5s for ETags."""
+    """With checksums that are computed in Python."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "awscrt").mkdir()
     (folder / "awscrt" / "__init__.py").touch()
     (folder / "awscrt" / "checksums.py").write_text(AWSCRT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        with bench_server(size_bytes=32 * MiB, verify=True, md5=True) as server:
+        with bench_server(size_bytes=32 * MiB, verify=True) as server:
             yield server
 
 
@@ -751,51 +613,17 @@ def test_checksums_are_verified(verifying: BenchServer, name: str) -> None:
 
 
 def test_clients_compute_the_checksums_that_are_verified(verifying: BenchServer) -> None:
-    """Our store sends CRC64NVME, boto3 CRC32 in a trailer; and a wrong one is refused for good, and for each part."""
+    """Our store sends CRC64NVME, boto3 CRC32 in a trailer; a wrong one is refused for each part, too."""
     store = open_store("s3://bench", storage_options=verifying.storage_options)
     store.put("ours", [b"abc", b"def"])
     assert store.get("ours", limit_bytes=10).data == b"abcdef"
     with closing(client_of(verifying, config=ONCE)) as client:
         client.put_object(Bucket="bench", Key="boto3", Body=b"abcdef")
-        for algorithm in ("SHA1", "SHA256"):
-            client.put_object(Bucket="bench", Key="boto3", Body=b"abcdef", ChecksumAlgorithm=algorithm)
         upload = client.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
         with pytest.raises(ClientError, match="BadDigest"):
             client.upload_part(
                 Bucket="bench", Key="k", UploadId=upload, PartNumber=1, Body=b"abc", ChecksumCRC32="AAAAAA=="
             )
-        with pytest.raises(ClientError, match="BadDigest"):
-            client.put_object(Bucket="bench", Key="k", Body=b"abc", ContentMD5="A" * 22 + "==")
-    with Raw(verifying) as raw:
-        document = b"<Delete><Object><Key>ours</Key></Object></Delete>"
-        assert raw("POST", "/bench?delete", document, x_amz_checksum_crc32="AAAAAA==").code == "BadDigest"
-    assert store.head("ours").size_bytes == 6
-
-
-def test_etags_are_md5s_where_that_is_asked(verifying: BenchServer) -> None:
-    """As S3 makes them of parts, too."""
-    parts = [b"1" * 5 * MiB, b"2"]
-    with closing(client_of(verifying)) as client:
-        assert client.put_object(Bucket="bench", Key="k", Body=b"abc")["ETag"] == f'"{hashlib.md5(b"abc").hexdigest()}"'
-        upload = client.create_multipart_upload(Bucket="bench", Key="k")["UploadId"]
-        told = [
-            {
-                "PartNumber": number,
-                "ETag": client.upload_part(Bucket="bench", Key="k", UploadId=upload, PartNumber=number, Body=body)[
-                    "ETag"
-                ],
-            }
-            for number, body in enumerate(parts, 1)
-        ]
-        done = client.complete_multipart_upload(
-            Bucket="bench", Key="k", UploadId=upload, MultipartUpload={"Parts": told}
-        )
-    digest = hashlib.md5(b"".join(hashlib.md5(body).digest() for body in parts)).hexdigest()
-    assert done["ETag"] == f'"{digest}-2"'
-
-
-def test_unverified_bodies_are_taken(raw: Raw) -> None:
-    assert raw("PUT", "/bench/k", b"123456789", x_amz_checksum_crc32="AAAAAA==").status == 200
 
 
 def test_verify_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -822,11 +650,6 @@ def test_tls(tmp_path: Path) -> None:
         with closing(client_of(server, verify=str(server.ca_file), config=ONCE)) as client:
             assert client.get_object(Bucket="bench", Key="k")["Body"].read() == data
         assert server.counts().methods["GET"].body_bytes_out == 5 * MiB
-        # In the middle of records, too.
-        server.shape(Shape(reset_share=1, seed=1))
-        with Raw(server) as raw, pytest.raises((OSError, http.client.IncompleteRead)):
-            raw("GET", "/bench/k")
-        server.shape(Shape())
         distrusting = open_store("s3://bench", storage_options={**server.storage_options, "verify": None})
         with pytest.raises(StorageError, match="certificate"):
             distrusting.head("k")
@@ -867,9 +690,8 @@ def test_shapes_are_checked(server: BenchServer) -> None:
         '{"latency_ms": -1}',
         '{"latency_ms": null}',
         '{"slow_down_share": 1.5}',
-        '{"slow_down_share": 0.6, "reset_share": 0.6}',
         '{"bandwidth_bytes_per_second": 0}',
-        '{"stall_seconds": Infinity}',
+        '{"latency_ms": Infinity}',
     ):
         with pytest.raises(InvalidArgumentError):
             parse_shape(wrong)
@@ -881,7 +703,7 @@ def test_shapes_are_checked(server: BenchServer) -> None:
 
 
 def test_many_at_once(server: BenchServer) -> None:
-    """Eight threads put, read by ranges and delete objects of all sizes in little room; none sees another's bytes."""
+    """Eight threads put, read and delete objects of all sizes in little room; none sees another's bytes."""
 
     def work(number: int) -> None:
         rng = random.Random(number)
@@ -890,14 +712,10 @@ def test_many_at_once(server: BenchServer) -> None:
                 data = rng.randbytes(rng.choice((0, 1, 5_000, 70_000, 2_000_003)))
                 assert raw("PUT", f"/bench/{number}-{turn}", data).status == 200
                 assert raw("GET", f"/bench/{number}-{turn}").body == data
-                if data:
-                    start = rng.randrange(len(data))
-                    assert raw("GET", f"/bench/{number}-{turn}", Range=f"bytes={start}-").body == data[start:]
                 assert raw("DELETE", f"/bench/{number}-{turn}").status == 204
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
-    assert server.counts().connections == 8
 
 
 def test_broken_requests(server: BenchServer) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,10 +23,12 @@ from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStor
 from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_store
 from dcp_remote.storage.base import Capabilities, Condition
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.wrappers import FaultyStore, matching
 from tests.benchmark.server.server import BenchServer, bench_server
 from tests.benchmark.server.shape import Shape
+from tests.support.command_line import CommandLine, KeepingStore
 
 BYTES = ["--bytes", "4MiB"]
 PARALLEL = [1, 2, 4, 8, 16]
@@ -48,33 +52,28 @@ def arguments(server: S3Server) -> list[str]:
     return ["--endpoint-url", endpoint_url, *options, *BYTES]
 
 
-def test_prints_measurements_and_cleans_up(s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """As text: a line for each measurement, and the conclusion; no object is left."""
-    s3_server.create_bucket("measured")
-    assert main(["bench", "s3://measured/some/run", *arguments(s3_server)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("s3://measured/some/run/bench-")
+def test_prints_measurements_and_cleans_up(cli: CommandLine, s3_server: S3Server) -> None:
+    """As text, a line for each measurement, and the conclusion; as JSON, what can be published. No object is left."""
+    bucket = "a-bucket-to-measure"
+    s3_server.create_bucket(bucket)
+    lines = cli.run("bench", f"s3://{bucket}/some/run", *arguments(s3_server)).lines
+    assert lines[0].startswith(f"s3://{bucket}/some/run/bench-")
     assert lines[1].startswith("latency ")
     assert lines[2] == "conditional writes work"
     assert [int(line.split()[0]) for line in lines[4:9]] == PARALLEL
     assert lines[9].startswith("requests sent again 0 of ")
     assert "Upload: " in lines[-1]
     assert "Download: " in lines[-1]
-    assert list(open_store("s3://measured", s3_server.storage_options).list()) == []
-
-
-def test_report_can_be_published(s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """As JSON: it holds neither bucket, endpoint nor credentials."""
-    bucket = "a-bucket-to-measure"
-    s3_server.create_bucket(bucket)
-    assert main(["bench", f"s3://{bucket}/some/run", *arguments(s3_server), "--json"]) == 0
-    text = capsys.readouterr().out
-    report = json.loads(text)
-    assert [rate["parallel"] for rate in report["measured"]["up"]] == PARALLEL
-    assert report["measured"]["conditional_writes"] is True
-    assert report["scheme"] == "s3"
-    for secret in (bucket, "some/run", *map(str, s3_server.storage_options.values())):
-        assert secret not in text or secret == "us-east-1"
+    shown = cli.run("bench", f"s3://{bucket}/some/run", *arguments(s3_server), "--json")
+    measured = shown.document["measured"]
+    assert [rate["parallel"] for rate in measured["up"]] == PARALLEL
+    assert measured["conditional_writes"] is True
+    assert shown.document["scheme"] == "s3"
+    secrets = {bucket, "some/run", *map(str, s3_server.storage_options.values())} - {"us-east-1"}
+    assert [secret for secret in secrets if secret in shown.out] == []
+    assert list(open_store(f"s3://{bucket}", s3_server.storage_options).list()) == []
+    missing = cli.run("bench", "s3://no-such-bucket-here/run", *arguments(s3_server), code=1)
+    assert "bucket does not exist" in missing.err
 
 
 def test_measures_within_its_bytes(
@@ -89,34 +88,19 @@ def test_measures_within_its_bytes(
     assert list(memory.list()) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("1048576", MiB), ("8MiB", 8 * MiB), ("64KB", 64_000), ("2KiB", 2048), ("5GB", 5 * 10**9), ("1GiB", 1024 * MiB)],
-)
-def test_sizes(text: str, size_bytes: int) -> None:
-    assert parse_bytes(text) == size_bytes
+def test_sizes() -> None:
+    """Read sizes in powers of 1000 and 1024; refuse other units and spaces."""
+    sizes = {"1048576": MiB, "8MiB": 8 * MiB, "64KB": 64_000, "2KiB": 2048, "5GB": 5 * 10**9, "1GiB": 1024 * MiB}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "8M", "8mib", "1.5GiB", "-1", "MiB", "8 MiB", "8iB", "8B"):
+        with pytest.raises(ArgumentTypeError):
+            parse_bytes(text)
 
 
-@pytest.mark.parametrize("text", ["", "8M", "8mib", "1.5GiB", "-1", "MiB", "8 MiB", "8iB", "8B"])
-def test_wrong_sizes(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "s3://bucket/run", f"--bytes={text}"])
-    assert "error: argument --bytes: not a size like 8MiB, 64KB or 268435456" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--bytes", "1048576"], "--bytes must be at least 4MiB, to measure a bandwidth. bytes=1048576"),
-        (["--seconds", "0"], "--seconds must be a positive number"),
-        (["--seconds", "nan"], "--seconds must be a positive number"),
-    ],
-)
-def test_wrong_calls(options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", [["--bytes", "1048576"], ["--seconds", "0"], ["--seconds", "nan"]])
+def test_wrong_calls(cli: CommandLine, options: list[str], tmp_path: Path) -> None:
     """Pass wrong values: refused before anything is written."""
-    assert main(["bench", str(tmp_path), *options]) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, says in captured.err) == ("", True)
+    cli.fail("bench", tmp_path, *options, code=2, says=f"{options[0]} must be ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,11 +110,6 @@ def test_nothing_is_begun_after_its_time(
     assert bench(memory, monkeypatch, "--seconds", "1e-9") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("Time ran out before any bandwidth was measured")
     assert list(memory.list()) == []
-
-
-def test_absent_bucket(s3_server: S3Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "s3://no-such-bucket-here/run", *arguments(s3_server)]) == 1
-    assert "bucket does not exist" in capsys.readouterr().err
 
 
 def test_read_only_bucket(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,50 +122,26 @@ def test_read_only_bucket(capsys: pytest.CaptureFixture[str]) -> None:
 
     with scripted_server(answer) as server:
         options = ["--endpoint-url", server.endpoint_url, "--option", "key=k1", "--option", "secret=s1"]
-        assert main(["bench", "s3://bucket/run", *options, *BYTES]) == 1
+        assert main(["bench", "s3://bucket/run", *options, *BYTES]) == 3
     assert "AccessDenied" in capsys.readouterr().err.splitlines()[-1]
-
-
-class Failing(WrappedStore):
-    """Store that carries out a put and then raises, after a number of puts that succeed."""
-
-    def __init__(self, store: ObjectStore, error: BaseException, after: int) -> None:
-        super().__init__(store)
-        self.error, self.left = error, [after]
-
-    def child(self, prefix: str) -> Failing:
-        child = Failing(self._store.child(prefix), self.error, 0)
-        child.left = self.left
-        return child
-
-    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        version = self._store.put(key, buffers, condition=condition)
-        self.left[0] -= 1
-        if self.left[0] < 0:
-            raise self.error
-        return version
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 9])
 @pytest.mark.parametrize(
-    ("error", "code"), [(PermissionDeniedError("No."), 1), (StorageError("Broken."), 1), (KeyboardInterrupt(), 130)]
+    ("error", "code"), [(PermissionDeniedError("No."), 3), (StorageError("Broken."), 3), (KeyboardInterrupt(), 130)]
 )
 def test_failures_leave_no_objects(
     memory: MemoryStore, error: BaseException, code: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fail or interrupt a put in each part, whose answer alone is lost."""
-    assert bench(Failing(memory, error, after), monkeypatch) == code
+    puts = itertools.count()
+
+    def fails(verb: Verb, key: str, number: int) -> bool:
+        return verb == "put" and next(puts) >= after
+
+    fault = matching(fails, "response", persistent=True, error=lambda: error)
+    assert bench(FaultyStore(memory, [fault]), monkeypatch) == code
     assert list(memory.list()) == []
-
-
-class Keeping(WrappedStore):
-    """Store that denies all deletions."""
-
-    def child(self, prefix: str) -> Keeping:
-        return Keeping(self._store.child(prefix))
-
-    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        return dict.fromkeys(keys, PermissionDeniedError("No."))
 
 
 def test_objects_that_cannot_be_deleted(
@@ -196,7 +151,7 @@ def test_objects_that_cannot_be_deleted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Deny deletions: the results are complete, a warning names the URL, and the exit code is 1."""
-    assert bench(Keeping(memory), monkeypatch, "--json") == 1
+    assert bench(KeepingStore(memory), monkeypatch, "--json") == 3
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["measured"]["up"]) == len(PARALLEL)
     assert "Some objects could not be deleted" in captured.err
@@ -222,7 +177,7 @@ def test_server_that_ignores_conditions_is_a_failure(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The measurements are printed all the same; exit code 1."""
-    assert bench(Lenient(memory), monkeypatch) == 1
+    assert bench(Lenient(memory), monkeypatch) == 3
     captured = capsys.readouterr()
     assert "conditional writes do NOT work" in captured.out
     assert "Upload: " in captured.out
@@ -243,35 +198,31 @@ def test_store_without_compare_and_swap_is_a_failure(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs cannot be saved there."""
-    assert bench(Swapless(memory), monkeypatch) == 1
+    assert bench(Swapless(memory), monkeypatch) == 3
     assert "cannot hold runs" in capsys.readouterr().err
-
-
-class Busy(WrappedStore):
-    """Store that refuses the first attempt of each read for its rate."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        super().__init__(store)
-        self.seen: set[str] = set()
-
-    def child(self, prefix: str) -> Busy:
-        return Busy(self._store.child(prefix))
-
-    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        if key not in self.seen:
-            self.seen.add(key)
-            raise TransientStorageError("Slow down.", code="SlowDown")
-        self._store.get_into(key, start, buffer)
 
 
 def test_transient_failures_are_counted(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(Busy(memory), monkeypatch, "--json") == 0
+    """Refuse the first attempt of each read for its rate."""
+
+    def busy() -> FaultyStore:
+        seen: set[str] = set()
+
+        def is_first(verb: Verb, key: str, number: int) -> bool:
+            is_new = verb == "get_into" and key not in seen
+            seen.update([key] if verb == "get_into" else [])
+            return is_new
+
+        slow_down = matching(is_first, "request", persistent=True, error=lambda: TransientStorageError("Slow down."))
+        return FaultyStore(memory, [slow_down])
+
+    assert bench(busy(), monkeypatch, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["measured"]["requests_again"] == 63  # with the one that is not measured
     assert report["limit"].endswith("requests had to be sent again.")
-    assert bench(Busy(memory), monkeypatch) == 0
+    assert bench(busy(), monkeypatch) == 0
     assert "; the last because: Slow down." in capsys.readouterr().out
 
 
@@ -305,7 +256,7 @@ def test_interruptions_leave_no_objects(*, is_closed: bool) -> None:
                 process.stdout.close()
             else:
                 process.send_signal(signal.SIGINT)
-            assert process.wait(60) == (1 if is_closed else 130)
+            assert process.wait(60) == (3 if is_closed else 130)
         assert server.counts().operations["PutObject"] > 6
         assert list(open_store("s3://bench", server.storage_options).list()) == []
 
@@ -320,28 +271,19 @@ def rates(*mib_per_second: float, cpu_share: float = 0.1) -> tuple[Rate, ...]:
     )
 
 
+GROWING, LIMITED = rates(50, 100, 200, 400, 800), rates(50, 100, 110, 111, 112)
+
+
 @pytest.mark.parametrize(
     ("up", "changes", "says"),
     [
-        (
-            rates(50, 100, 200, 400, 800),
-            {},
-            "Upload: 50 MiB/s with 1 request at a time, 800 MiB/s with 16 requests at a time, and still growing: each ",
-        ),
-        (rates(50, 100, 200, 400, 800), {"latency_seconds": 0.1}, "and still growing: latency limits. "),
-        (
-            rates(50, 100, 110, 111, 112),
-            {},
-            "Upload: the network or the store limits; 110 MiB/s with 4 requests at a time, and hardly more",
-        ),
+        (GROWING, {}, "800 MiB/s with 16 requests at a time, and still growing: each "),
+        (GROWING, {"latency_seconds": 0.1}, "and still growing: latency limits. "),
+        (LIMITED, {}, "Upload: the network or the store limits; 110 MiB/s with 4 requests at a time"),
         (rates(50, 100, 110, 111, 112, cpu_share=1.9), {}, "Upload: the CPU of this machine (2 cores) is fully used. "),
         (rates(50), {}, "Upload: 50 MiB/s with 1 request at a time; there was no time to try more. "),
         ((), {}, "Time ran out before any bandwidth was measured: give more --seconds."),
-        (
-            rates(50),
-            {"requests_again": 5},
-            "network fails: 5 of 200 requests had to be sent again.",
-        ),
+        (rates(50), {"requests_again": 5}, "network fails: 5 of 200 requests had to be sent again."),
     ],
 )
 def test_limit(up: Sequence[Rate], changes: dict[str, object], says: str) -> None:

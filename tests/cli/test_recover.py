@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from dcp_remote.cli import main
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.storage import LocalStore
+from tests.support.command_line import CommandLine
 from tests.support.runs import save
 
 
@@ -24,11 +23,10 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_prints_what_it_would_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_what_it_would_write(cli: CommandLine, run: Path) -> None:
     """Run without --write: the table, omissions and limits are printed, and nothing is changed."""
     before = sorted(run.rglob("*"))
-    assert main(["recover", str(run)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli.run("recover", run).lines
     assert lines[0] == f"file://{run}: the catalog is lost; manifests of 2 checkpoints found"
     assert [line.split()[0] for line in lines[1:4]] == ["step", "1", "3"]
     assert '"number 3"' in lines[3]
@@ -39,65 +37,46 @@ def test_prints_what_it_would_write(run: Path, capsys: pytest.CaptureFixture[str
     assert sorted(run.rglob("*")) == before
 
 
-def test_writes_the_catalog(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_the_catalog(cli: CommandLine, run: Path) -> None:
     """Run with --write: the run can be listed, and there is nothing more to recover."""
-    assert main(["recover", str(run), "--write"]) == 0
-    captured = capsys.readouterr()
-    assert "the catalog was lost" in captured.out
-    assert captured.out.endswith("The catalog was written.\n")
-    assert main(["ls", str(run)]) == 0
-    assert '"number 1"' in capsys.readouterr().out
-    for more in ([], ["--write"]):
-        assert main(["recover", str(run), *more]) == 2
-        assert "nothing to recover" in capsys.readouterr().err
+    shown = cli.run("recover", run, "--write")
+    assert "the catalog was lost" in shown.out
+    assert shown.lines[-1] == "The catalog was written."
+    assert '"number 1"' in cli.run("ls", run).out
+    for more in ([], ["--write"], ["--json"]):
+        cli.fail("recover", run, *more, code=2, says="nothing to recover")
 
 
-def test_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without and with --write: the same checkpoints and omissions; on failure nothing."""
+def test_prints_json(cli: CommandLine, run: Path) -> None:
+    """Without and with --write: the same checkpoints and omissions."""
     for more, is_written in (([], False), (["--write"], True)):
-        assert main(["recover", str(run), *more, "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
+        document = cli.run("recover", run, *more, "--json").document
         assert [entry["step"] for entry in document.pop("checkpoints")] == [1, 3]
         (left,) = document.pop("left_out")
         assert (left["step"], left["reason"]) == (2, "of its 3 shards 1 are missing or of another size")
         assert document == {"url": f"file://{run}", "damaged": False, "written": is_written}
         assert (run / CATALOG_KEY).exists() is is_written
-    assert main(["recover", str(run), "--json"]) == 2
-    assert capsys.readouterr().out == ""
 
 
-def test_a_damaged_catalog(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_catalog(cli: CommandLine, run: Path) -> None:
     """Damage the catalog: it is replaced."""
     (run / CATALOG_KEY).write_bytes(b"{}")
-    assert main(["recover", str(run)]) == 0
-    assert "the catalog is damaged" in capsys.readouterr().out
+    assert "the catalog is damaged" in cli.run("recover", run).out
     assert (run / CATALOG_KEY).read_bytes() == b"{}"
-    assert main(["recover", str(run), "--write"]) == 0
-    assert main(["ls", str(run)]) == 0
+    cli.run("recover", run, "--write")
+    cli.run("ls", run)
 
 
-def test_a_damaged_manifest_does_not_control_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_manifest_does_not_control_the_terminal(cli: CommandLine, run: Path) -> None:
     """Put escape sequences into a manifest: the reason is one printable line."""
     for path in run.glob("manifests/*step-000000000003*"):
         path.write_bytes(b"\x1b[2J\r\nfake")
-    assert main(["recover", str(run)]) == 0
-    out = capsys.readouterr().out
-    assert all(line.isprintable() for line in out.split("\n"))
-    assert not any(line.startswith("fake") for line in out.splitlines())
+    lines = cli.run("recover", run).out.split("\n")
+    assert all(line.isprintable() and not line.startswith("fake") for line in lines)
 
 
-def test_a_url_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["--write"]])
+def test_a_url_without_a_run(cli: CommandLine, tmp_path: Path, more: list[str]) -> None:
     """Name an empty folder: an error, and nothing is written."""
-    (tmp_path / "empty").mkdir()
-    for more in ([], ["--write"]):
-        assert main(["recover", str(tmp_path / "empty"), *more]) == 1
-        assert "no run" in capsys.readouterr().err
-    assert list((tmp_path / "empty").iterdir()) == []
-
-
-def test_an_abbreviated_option_writes_nothing(run: Path) -> None:
-    """Pass `--wri`, which is not an option: refused as a wrong command line."""
-    with pytest.raises(SystemExit) as caught:
-        main(["recover", str(run), "--wri"])
-    assert caught.value.code == 2
-    assert not (run / CATALOG_KEY).exists()
+    cli.fail("recover", tmp_path, *more, says="no run")
+    assert list(tmp_path.iterdir()) == []

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial, partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dcp_remote.cli import main
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import PermissionDeniedError, StorageError
-from dcp_remote.format.catalog import CATALOG_KEY, pin_entry
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.usage import Usage, read_usage
 from dcp_remote.storage import LocalStore
-from tests.support.runs import begin, save
+from tests.support.command_line import CommandLine, KeepingStore, open_with
+from tests.support.runs import begin, fence, save
+from tests.support.schemas import require_schema
 
 
 @pytest.fixture
@@ -35,144 +37,204 @@ def files(run: Path) -> dict[str, bytes]:
     }
 
 
+def shard_bytes(run: Path) -> int:
+    return sum(path.stat().st_size for path in run.rglob("*.safetensors"))
+
+
 def live(run: Path) -> list[int]:
     found = read_catalog(LocalStore(run))
     assert found is not None
     return [entry.step for entry in found.entries]
 
 
-def test_prints_what_it_would_delete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_what_it_would_delete(cli: CommandLine, run: Path) -> None:
     """Run without --yes: nothing is changed."""
     before = files(run)
-    assert main(["rm", str(run), "--step", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli.run("rm", run, "--step", "1").lines
     assert lines[0] == f"file://{run}: 1 checkpoint of 3"
     assert lines[2].split()[0] == "1"
     assert "--yes" in lines[3]
     assert files(run) == before
 
 
-def test_deletes_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deletes_checkpoints(cli: CommandLine, run: Path) -> None:
     """Delete two of three, naming one twice: objects that the third shares with them stay."""
-    assert main(["rm", str(run), "--step", "1", "--step", "3", "--step", "1", "--yes", "--force"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli.run("rm", run, "--step", "1", "--step", "3", "--step", "1", "--yes", "--force").lines
     assert lines[0] == f"file://{run}: 2 checkpoints of 3"
-    assert lines[-1] == "deleted step 1, step 3 (6 objects)"
+    assert lines[-1] == "deleted step 1, step 3 (6 objects, 802 B freed)"
     assert live(run) == [2]
     assert len(files(run)) == 1 + 1 + 3
-    assert main(["gc", str(run), "--grace-hours", "0"]) == 0
-    assert "0 objects, 0 B: at least 0 h old" in capsys.readouterr().out
+    assert "0 objects, 0 B: at least 0 h old" in cli.run("gc", run, "--grace-hours", "0").out
 
 
-def test_prints_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_json(cli: CommandLine, run: Path) -> None:
     """Without and with --yes, which is the only one that deletes."""
-    for more, result in (
-        ([], {"deleted": [], "objects_deleted": 0, "left_for_gc": None}),
-        (["--yes"], {"deleted": [1], "objects_deleted": 3, "left_for_gc": None}),
-    ):
-        assert main(["rm", str(run), "--step", "1", *more, "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert [entry["step"] for entry in document.pop("checkpoints")] == [1]
-        assert document == {"url": f"file://{run}", **result}
+    before = shard_bytes(run)
+    for more, deleted, objects_deleted in (([], [], 0), (["--yes"], [1], 3)):
+        document = cli.run("rm", run, "--step", "1", *more, "--json").document
+        require_schema("rm", document)
+        assert [entry["step"] for entry in document["checkpoints"]] == [1]
+        assert (document["deleted"], document["objects_deleted"]) == (deleted, objects_deleted)
+        assert document["freed_bytes"] == before - shard_bytes(run)
+    assert document["freed_bytes"] == document["would_free_bytes"] > 0
     assert live(run) == [2, 3]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("steps", "code", "says"),
     [
-        (["--step", "2"], 2, "pinned"),
-        (["--step", "3"], 2, "newest"),
-        (["--step", "1", "--step", "2"], 2, "pinned"),
-        (["--step", "7"], 1, "no live checkpoint of this step"),
-        (["--step", "x"], 1, "no live checkpoint of this name"),
-        (["--step", "1", "--step", "stable"], 2, "newest"),
-        (["--step", "1", "--step", "latest"], 2, "newest"),
+        (["2"], 2, "pinned"),
+        (["3"], 2, "newest"),
+        (["1", "2"], 2, "pinned"),
+        (["7"], 1, "no live checkpoint of this step"),
+        (["x"], 1, "no live checkpoint of this name"),
+        (["1", "stable"], 2, "newest"),
+        (["1", "latest"], 2, "newest"),
     ],
 )
-@pytest.mark.parametrize("yes", [False, True])
+@pytest.mark.parametrize("more", [[], ["--yes"]])
 def test_refusal_is_one_line_and_a_code(
-    run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str, *, yes: bool
+    cli: CommandLine, run: Path, steps: list[str], code: int, says: str, *, more: list[str]
 ) -> None:
     """Name steps that are pinned, newest or absent, with and without --yes: nothing is changed."""
     before = files(run)
-    assert main(["rm", str(run), *arguments, *(["--yes"] if yes else [])]) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert says in captured.err
+    cli.fail("rm", run, *(f"--step={step}" for step in steps), *more, code=code, says=says)
     assert files(run) == before
 
 
-def test_deletes_by_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deletes_by_name(cli: CommandLine, run: Path) -> None:
     """Name a checkpoint twice, by its step and by its name: deleted once."""
     save(LocalStore(run), 4, base=3, names=("first try",))
     save(LocalStore(run), 5, base=4)
-    assert main(["rm", str(run), "--step", "first try", "--step", "4", "--yes"]) == 0
-    assert "deleted step 4 (" in capsys.readouterr().out
+    assert "deleted step 4 (" in cli.run("rm", run, "--step", "first try", "--step", "4", "--yes").out
     assert live(run) == [1, 2, 3, 5]
 
 
-def test_force(run: Path) -> None:
+def test_force(cli: CommandLine, run: Path) -> None:
     """Delete the pinned and the newest checkpoint, then the last: only the catalog is left."""
-    assert main(["rm", str(run), "--step", "2", "--step", "3", "--yes", "--force"]) == 0
+    cli.run("rm", run, "--step", "2", "--step", "3", "--yes", "--force")
     assert live(run) == [1]
-    assert main(["rm", str(run), "--step", "1", "--yes", "--force"]) == 0
+    cli.run("rm", run, "--step", "1", "--yes", "--force")
     assert live(run) == []
     assert list(files(run)) == [CATALOG_KEY]
 
 
-@pytest.mark.parametrize("arguments", [["--step", "1", "--ye"], ["--ste", "1", "--yes"], ["--yes"], ["--step"]])
-def test_wrong_command_lines(run: Path, arguments: list[str]) -> None:
-    """Pass abbreviated options, or no step: refused, and nothing is changed."""
-    before = files(run)
-    with pytest.raises(SystemExit) as caught:
-        main(["rm", str(run), *arguments])
-    assert caught.value.code == 2
-    assert files(run) == before
-
-
-def test_a_damaged_checkpoint_can_be_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_can_be_deleted(cli: CommandLine, run: Path) -> None:
     """Damage a manifest: the output says that some objects are left, and gc finds them."""
     (manifest,) = (path for path in run.glob("manifests/*.json") if "step-000000000001" in path.name)
     manifest.write_bytes(b"{}")
-    assert main(["rm", str(run), "--step", "1", "--yes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "deleted step 1 (1 object)"
+    lines = cli.run("rm", run, "--step", "1", "--yes").lines
+    assert lines[-2] == "deleted step 1 (1 object, 0 B freed)"
     assert lines[-1].startswith("some objects are left for `dcp-remote gc`: the manifest of step 1 cannot be read")
-    assert main(["gc", str(run), "--grace-hours", "0", "--delete"]) == 0
-    assert "2 objects, " in capsys.readouterr().out
+    assert "2 objects, " in cli.run("gc", run, "--grace-hours", "0", "--delete").out
 
 
-class KeepingStore(LocalStore):
-    """Store that denies all deletions."""
-
-    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        return {key: PermissionDeniedError("An injected\n403.", key=key) for key in keys}
-
-
-def test_objects_that_cannot_be_deleted(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_that_cannot_be_deleted(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deny deletions: the checkpoint is gone, the reasons are printed, and the error names gc."""
     begin(LocalStore(run), 9)
-    monkeypatch.setattr("dcp_remote.cli.rm.open_store", lambda url, options: KeepingStore(url))
-    assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
-    captured = capsys.readouterr()
+    monkeypatch.setattr("dcp_remote.cli.rm.open_store", open_with(KeepingStore))
+    shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
     assert live(run) == [2, 3]
-    assert main(["rm", str(run), "--step", "2", "--yes", "--force", "--json"]) == 1
-    assert capsys.readouterr().out == ""
-    assert "deleted step 1 (0 objects)" in captured.out
-    assert captured.out.count(r"An injected\n403.") == 3
-    assert "dcp-remote gc" in captured.err.splitlines()[-1]
+    assert "deleted step 1 (0 objects, 0 B freed)" in shown.out
+    assert shown.out.count(r"An injected\n403.") == 3
+    assert "dcp-remote gc" in shown.err.splitlines()[-1]
+    assert cli.run("rm", run, "--step", "2", "--yes", "--force", "--json", code=3).out == ""
 
 
 def test_objects_beyond_the_first_refusal_are_counted(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deny deletions, an object per request: one request is sent, and the error counts the objects of all requests."""
-    monkeypatch.setattr("dcp_remote.cli.rm.open_store", lambda url, options: KeepingStore(url))
+    monkeypatch.setattr("dcp_remote.cli.rm.open_store", open_with(KeepingStore))
     monkeypatch.setattr(Deletions, "delete", partialmethod(Deletions.delete, batch=1))
-    assert main(["rm", str(run), "--step", "1", "--yes"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out.count("An injected") == 1
-    assert "failed=1 left=2" in captured.err
+    shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
+    assert shown.out.count("An injected") == 1
+    assert "failed=1 left=2" in shown.err
+
+
+# ---- many at a time
+
+
+@pytest.fixture
+def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Save steps 1 to 6, a day after another; pin 2; then a job goes back to 4 and saves 7, which abandons 5 and 6."""
+    store = LocalStore(tmp_path / "long")
+    for step in range(1, 7):
+        save(store, step)
+    fence(store)
+    save(store, 7, base=4, abandons=4)
+    swap(store, partial(pin_entry, step=2, pin=True), deadline=Deadline(30))
+    swap(store, _save_on_days, deadline=Deadline(30))
+    monkeypatch.setattr("dcp_remote.cli.rm.time.time", lambda: datetime(2026, 1, 8, tzinfo=UTC).timestamp())
+    return tmp_path / "long"
+
+
+def _save_on_days(catalog: Catalog) -> Catalog:
+    entries = (replace(entry, created=f"2026-01-0{entry.step}T00:00:00+00:00") for entry in catalog.entries)
+    return replace(catalog, revision=catalog.revision + 1, entries=tuple(entries))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "deleted"),
+    [
+        (["--step", "1-3"], [1, 3]),  # without the pinned one
+        (["--step", "6-99"], [6]),  # without the newest
+        (["--step", "1-3", "--step", "5"], [1, 3, 5]),
+        (["--older-than", "3"], [1, 3, 4]),
+        (["--older-than", "1.5"], [1, 3, 4, 5, 6]),
+        (["--abandoned"], [5, 6]),
+        (["--abandoned", "--older-than", "2.5"], [5]),
+        (["--step", "3-5", "--older-than", "3"], [3, 4]),
+        (["--step", "1-7", "--force"], [1, 2, 3, 4, 5, 6, 7]),
+        (["--step", "50-60"], []),
+        (["--older-than", "14"], []),
+    ],
+)
+def test_deletes_what_fits_all_options(
+    cli: CommandLine, long_run: Path, arguments: list[str], deleted: list[int]
+) -> None:
+    """Choose by steps, age and abandonment: the pinned and the newest stay, and the bytes are those that go."""
+    before = shard_bytes(long_run)
+    would = cli.run("rm", long_run, *arguments, "--json").document["would_free_bytes"]
+    document = cli.run("rm", long_run, *arguments, "--yes", "--json").document
+    require_schema("rm", document)
+    assert document["deleted"] == deleted
+    assert live(long_run) == [step for step in range(1, 8) if step not in deleted]
+    assert document["freed_bytes"] == would == before - shard_bytes(long_run)
+
+
+def test_what_is_kept_is_told(cli: CommandLine, long_run: Path) -> None:
+    """Delete a range with the pinned and the newest: both are named."""
+    lines = cli.run("rm", long_run, "--step", "1-7").lines
+    assert lines[-3:-1] == ["kept: step 2, which is pinned", "kept: step 7, which is the newest"]
+    assert lines[-1].startswith("Nothing was changed. To free ")
+    cli.fail("rm", long_run, "--step", "1-7", "--step", "2", code=2, says="pinned")
+
+
+def test_a_name_like_a_range_is_a_name(cli: CommandLine, long_run: Path) -> None:
+    """Name a checkpoint `1-3`: that one is meant."""
+    save(LocalStore(long_run), 8, names=("1-3",))
+    save(LocalStore(long_run), 9)
+    assert cli.run("rm", long_run, "--step", "1-3", "--yes", "--json").document["deleted"] == [8]
+
+
+def test_a_step_that_is_saved_again_meanwhile_stays(
+    cli: CommandLine, long_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replace an abandoned checkpoint by a save of its step while `rm --abandoned` runs: the new one stays."""
+    store = LocalStore(long_run)
+
+    def read_meanwhile(*arguments: Any, **options: Any) -> Usage:
+        usage = read_usage(*arguments, **options)
+        save(store, 6, base=4, letter="b", overwrite=True)
+        return usage
+
+    monkeypatch.setattr("dcp_remote.cli.rm.read_usage", read_meanwhile)
+    assert cli.run("rm", long_run, "--abandoned", "--yes", "--json").document["deleted"] == [5]
+    assert 6 in live(long_run)
+
+
+def test_without_a_choice_nothing_is_deleted(cli: CommandLine, long_run: Path) -> None:
+    cli.fail("rm", long_run, "--yes", "--force", code=2, says="--step, --older-than or --abandoned")
+    cli.refuse("rm", long_run, "--older-than", "7d", "--yes", says="--older-than")
+    assert live(long_run) == [1, 2, 3, 4, 5, 6, 7]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager, Files, RemoteWriter
-from dcp_remote.cli import main, show
+from dcp_remote.cli import show
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.text import escape_unprintable, human_bytes, shorten
@@ -21,6 +21,7 @@ from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.serialization.opaque import FILES_MARK
 from dcp_remote.storage import LocalStore
+from tests.support.command_line import CommandLine
 from tests.support.manifests import Layout, build
 from tests.support.runs import save as run_save
 from tests.support.runs import thin
@@ -35,59 +36,46 @@ def checkpoint(tmp_path: Path) -> str:
     return str(tmp_path / "ck")
 
 
-def test_shows_facts_and_top_level_keys(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show a checkpoint without options: facts, and a line per top-level key."""
-    assert main(["show", checkpoint]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "world size  2" in lines
-    assert "model  2 tensors, 0 objects, 52 B" in lines
-    assert "optim  0 tensors, 2 objects, 0 B" in lines
-
-
-def test_lists_entries_by_pattern(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show entries: tensors with dtype, shape and size, objects with their value."""
-    assert main(["show", checkpoint, "--key", "model.*", "--key", "optim.lr"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "model.w  float32 3×4, 48 B in 1 chunk" in lines
-    assert "model.s  float32 scalar, 4 B in 1 chunk" in lines
-    assert "optim.lr  0.5" in lines
-    assert not any(line.startswith("optim.betas") for line in lines)
-
-
-def test_json_is_a_document(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show as JSON: one document with facts and entries."""
-    assert main(["show", checkpoint, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_shows_facts_and_top_level_keys(cli: CommandLine, checkpoint: str) -> None:
+    """Show a checkpoint without options: facts, and a line per top-level key; as JSON, one document."""
+    shown = {"world size  2", "model  2 tensors, 0 objects, 52 B", "optim  0 tensors, 2 objects, 0 B"}
+    assert shown <= set(cli.run("show", checkpoint).lines)
+    document = cli.run("show", checkpoint, "--json").document
     assert document["world_size"] == 2
+    assert f"writer      {document['writer']}" in cli.run("show", checkpoint).lines
+    assert f", python {platform.python_version()}" in document["writer"]
     assert document["entries"]["model.w"] == {"dtype": "float32", "shape": [3, 4], "chunks": 1, "bytes": 48}
     assert document["entries"]["optim.lr"] == {"value": 0.5}
 
 
-def test_entries_at_the_top_are_one_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_entries_by_pattern(cli: CommandLine, checkpoint: str) -> None:
+    """Show entries: tensors with dtype, shape and size, objects with their value."""
+    lines = cli.run("show", checkpoint, "--key", "model.*", "--key", "optim.lr").lines
+    assert {
+        "model.w  float32 3×4, 48 B in 1 chunk",
+        "model.s  float32 scalar, 4 B in 1 chunk",
+        "optim.lr  0.5",
+    } <= set(lines)
+    assert not any(line.startswith("optim.betas") for line in lines)
+
+
+def test_entries_at_the_top_are_one_group(cli: CommandLine, tmp_path: Path) -> None:
     """Show a flat state dict, as FSDP returns it, with a key named like the group: one line for the group."""
-    state = {
-        "layers.0.w": torch.zeros(2),
-        "layers.1.w": torch.zeros(2),
-        "step": 3,
-        "(top level)": {"w": torch.zeros(1)},
-    }
-    save_as_ranks([state], lambda: RemoteWriter(tmp_path / "ck"))
-    assert main(["show", str(tmp_path / "ck")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    groups = [line for line in lines if line.startswith("(top level)")]
+    flat = {"layers.0.w": torch.zeros(2), "layers.1.w": torch.zeros(2), "step": 3}
+    save_as_ranks([{**flat, "(top level)": {"w": torch.zeros(1)}}], lambda: RemoteWriter(tmp_path / "ck"))
+    groups = [line for line in cli.run("show", tmp_path / "ck").lines if line.startswith("(top level)")]
     assert groups == ["(top level)  2 tensors, 1 object, 16 B", "(top level)  1 tensor, 0 objects, 4 B"]
 
 
-def test_a_name_in_brackets_is_no_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_in_brackets_is_no_pattern(cli: CommandLine, tmp_path: Path) -> None:
     """Show `a[0].w` beside `a0.w`: an exact name is preferred to a pattern, as in `load`."""
     save_as_ranks([{"a[0]": {"w": 1}, "a0": {"w": 2}}], lambda: RemoteWriter(tmp_path / "ck"))
-    assert main(["show", str(tmp_path / "ck"), "--key", "a[0].w"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli.run("show", tmp_path / "ck", "--key", "a[0].w").lines
     assert "a[0].w  1" in lines
     assert "a0.w  2" not in lines
 
 
-def test_files_are_their_names_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_their_names_and_size(cli: CommandLine, tmp_path: Path) -> None:
     """Both forms of text; in JSON the value is that of the manifest. The base64 texts have padding of 0, 1 and 2."""
     assert show._FILES_MARK == FILES_MARK
     files = Files({"config.json": b"x" * 900, "generation_config.json": b"y" * 13, "a.txt": b"z"})
@@ -96,28 +84,14 @@ def test_files_are_their_names_and_size(tmp_path: Path, capsys: pytest.CaptureFi
     with CheckpointManager(tmp_path / "run", progress=False) as run:
         run.save(1, state, wait=True)
     said = "a.txt, config.json, generation_config.json (914 B)"
-    names = "00.json, 01.json, 02.json, 03.json, 04.json, 05.json, 06.jso…"
-    for arguments, lines in (
-        (
-            [],
-            [
-                "model       1 tensor, 0 objects, 8 B",
-                "other       0 tensors, 1 object, 0 B",
-                f"files       {said}",
-                f"other.many  {names} (0 B)",
-                "other.none  no files (0 B)",
-            ],
-        ),
-        (
-            ["--key", "*"],
-            [f"files  {said}", f"other.many  {names} (0 B)", "other.n  3", "other.none  no files (0 B)"],
-        ),
-    ):
-        assert main(["show", str(tmp_path / "run"), *arguments]) == 0
-        assert set(lines) <= set(capsys.readouterr().out.splitlines())
-    assert main(["show", str(tmp_path / "run"), "--json"]) == 0
-    entries = json.loads(capsys.readouterr().out)["entries"]
-    assert entries["files"]["value"]["$tuple"][1]["a.txt"] == {"$bytes": "eg=="}
+    names = "00.json, 01.json, 02.json, 03.json, 04.json, 05.json, 06.jso… (0 B)"
+    summary = {"model       1 tensor, 0 objects, 8 B", "other       0 tensors, 1 object, 0 B", f"files       {said}"}
+    summary |= {f"other.many  {names}", "other.none  no files (0 B)"}
+    assert summary <= set(cli.run("show", tmp_path / "run").lines)
+    entries = {f"files  {said}", f"other.many  {names}", "other.n  3", "other.none  no files (0 B)"}
+    assert entries <= set(cli.run("show", tmp_path / "run", "--key", "*").lines)
+    document = cli.run("show", tmp_path / "run", "--json").document
+    assert document["entries"]["files"]["value"]["$tuple"][1]["a.txt"] == {"$bytes": "eg=="}
 
 
 @pytest.mark.parametrize(
@@ -130,41 +104,25 @@ def test_files_are_their_names_and_size(tmp_path: Path, capsys: pytest.CaptureFi
         b'{"$tuple":["dcp_remote.Opaque",{"a":{"$bytes":""}}]}',
     ],
 )
-def test_values_that_only_resemble_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes) -> None:
+def test_values_that_only_resemble_files(cli: CommandLine, tmp_path: Path, value: bytes) -> None:
     """A value of another form is listed as it is, and counted as an object."""
     url = put_manifest(tmp_path, inline={"files": value})
-    assert main(["show", url, "--key", "files"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"files  {shorten(value.decode())}"
-    assert main(["show", url]) == 0
-    assert "(top level)  1 tensor, 1 object, 0 B" in capsys.readouterr().out
+    assert cli.run("show", url, "--key", "files").lines[-1] == f"files  {shorten(value.decode())}"
+    assert "(top level)  1 tensor, 1 object, 0 B" in cli.run("show", url).out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["{checkpoint}-typo"], 1, "no committed checkpoint"),
-        (["s4://bucket/x"], 2, "Unknown scheme"),
-        (["{checkpoint}", "--key", "modle.*"], 2, "model, optim"),
-        (["{checkpoint}", "--endpoint-url", "http://127.0.0.1:1"], 2, "endpoint_url"),
-    ],
-)
-def test_failure_is_one_line_and_a_code(
-    checkpoint: str, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
-) -> None:
+def test_failure_is_one_line_and_a_code(cli: CommandLine, checkpoint: str, run: str) -> None:
     """Fail in several ways: no traceback, no output; code 1 for failures, 2 for wrong command lines."""
-    assert main(["show", *(argument.format(checkpoint=checkpoint) for argument in arguments)]) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert says in captured.err
-
-
-def test_a_damaged_manifest(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Truncate the manifest: one line of error."""
-    path = Path(checkpoint, "manifest.json")
+    cli.fail("show", f"{checkpoint}-typo", says="no committed checkpoint")
+    cli.fail("show", "s4://bucket/x", code=2, says="Unknown scheme")
+    cli.fail("show", checkpoint, "--key", "modle.*", code=2, says="model, optim")
+    cli.fail("show", checkpoint, "--endpoint-url", "http://127.0.0.1:1", code=2, says="endpoint_url")
+    cli.fail("show", checkpoint, "--step", "1", says="step")
+    for step in ("300", "worst"):
+        cli.fail("show", run, "--step", step, says="steps='100, 200'")
+    path = Path(checkpoint, MANIFEST_KEY)
     path.write_bytes(path.read_bytes()[:-10])
-    assert main(["show", checkpoint]) == 1
-    assert "damaged or truncated" in capsys.readouterr().err
+    cli.fail("show", checkpoint, says="damaged or truncated")
 
 
 def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> str:
@@ -174,7 +132,6 @@ def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> 
     return str(folder)
 
 
-@pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(
     "value",
     [
@@ -187,17 +144,13 @@ def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> 
     ],
     ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep", "files"],
 )
-def test_a_damaged_value(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: bytes, *, as_json: bool) -> None:
+def test_a_damaged_value(cli: CommandLine, tmp_path: Path, value: bytes) -> None:
     """Damage one inline value: only listing it fails, with its key and without output."""
     url = put_manifest(tmp_path, inline={"good": b"1", "bad": value})
-    assert main(["show", url]) == 0
-    assert main(["show", url, "--key", "good"]) == 0
-    capsys.readouterr()
-    assert main(["show", url, "--key", "*", *(["--json"] if as_json else [])]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert "key='bad'" in captured.err
+    cli.run("show", url)
+    cli.run("show", url, "--key", "good")
+    for more in ([], ["--json"]):
+        cli.fail("show", url, "--key", "*", *more, says="key='bad'")
 
 
 @pytest.fixture
@@ -210,60 +163,18 @@ def run(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def test_a_run_is_its_newest_checkpoint(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("more", "step"), [([], 200), (["--step", "100"], 100), (["--step", "best"], 200), (["--step", "first"], 100)]
+)
+def test_a_run_is_its_newest_checkpoint(cli: CommandLine, run: str, more: list[str], step: int) -> None:
     """Show a run by default, by step and by name: step, metrics and removed keys are printed."""
-    for arguments, step in (
-        ([], "200"),
-        (["--step", "100"], "100"),
-        (["--step", "best"], "200"),
-        (["--step", "first"], "100"),
-    ):
-        assert main(["show", run, *arguments]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert f"step        {step}" in lines
-        assert ("metrics     loss 0.25" in lines) == (step == "100")
-        assert ("without     optim" in lines) == (step == "100")
-        assert any(line.startswith("optim ") for line in lines) == (step == "200")
-        assert main(["show", run, *arguments, "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert document["step"] == int(step)
-        assert document.get("thinned") == (["optim"] if step == "100" else None)
-
-
-def test_an_absent_step(run: str, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Show an absent step: the error lists the steps; a single checkpoint has none."""
-    for step in ("300", "worst"):
-        assert main(["show", run, "--step", step]) == 1
-        assert "steps='100, 200'" in capsys.readouterr().err
-    assert main(["show", checkpoint, "--step", "1"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
-
-
-def is_harmless(output: str) -> bool:
-    """Return True if the output has only printable characters and line ends."""
-    return all(line.isprintable() for line in output.split("\n"))
-
-
-def test_names_and_values_do_not_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Put ANSI and C1 sequences and line breaks into names, keys, values and errors: printed in escaped form."""
-    value = json.dumps(HOSTILE, ensure_ascii=False).encode() + b"\n"
-    value = value.replace(b"\x7f", b"\x7f\xc2\x9b2J")
-    url = put_manifest(tmp_path, name=HOSTILE, inline={"value": value, "step": b"3"})
-    for arguments in ([], ["--key", "*"], ["--json"]):
-        assert main(["show", url, *arguments]) == 0
-        out = capsys.readouterr().out
-        assert is_harmless(out)
-        assert not any(line.startswith("fake") for line in out.splitlines())
-        if arguments == ["--json"]:
-            assert json.loads(out)["entries"][HOSTILE]["dtype"] == "float32"
-    assert main(["show", url, "--key", HOSTILE + "x"]) == 2
-    captured = capsys.readouterr()
-    assert is_harmless(captured.err)
-    assert captured.err.count("\n") == 1
-    assert r"\x1b]0;owned" in captured.err
+    lines = cli.run("show", run, *more).lines
+    assert f"step        {step}" in lines
+    assert ("metrics     loss 0.25" in lines) == ("without     optim" in lines) == (step == 100)
+    assert any(line.startswith("optim ") for line in lines) == (step == 200)
+    document = cli.run("show", run, *more, "--json").document
+    assert document["step"] == step
+    assert document.get("thinned") == (["optim"] if step == 100 else None)
 
 
 def test_printable_text() -> None:
@@ -299,7 +210,7 @@ def test_starts_without_torch_and_survives_a_closed_pipe(checkpoint: str) -> Non
         assert cut.stderr is not None
         cut.stdout.close()
         assert cut.stderr.read() == b""
-    assert cut.returncode == 1
+    assert cut.returncode == 3
 
 
 @pytest.mark.parametrize(

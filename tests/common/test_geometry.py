@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.common.arrays import concat_ranges, group_offsets, sorted_unique
-from dcp_remote.common.geometry import Box, ByteRange, boxes_of_run, cut_chunk, find_single_run, runs_of_box
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk, find_single_run, runs_of_box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -139,12 +139,6 @@ def test_joined_and_firsts(groups: list[tuple[int, int]]) -> None:
 
 @given(st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1)))
 def test_distinct(values: list[int]) -> None:
-    """The result is the sorted set; empty for no values."""
     found = sorted_unique(np.array(values, dtype=np.int64))
     assert found.dtype == np.int64
     assert found.tolist() == sorted(set(values))
-
-
-def test_byte_range() -> None:
-    assert ByteRange(3, 10).length == 7
-    assert sorted([ByteRange(5, 6), ByteRange(3, 9)]) == [ByteRange(3, 9), ByteRange(5, 6)]

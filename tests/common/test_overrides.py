@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dcp_remote.common.overrides import inherits_methods
 
 
@@ -23,26 +25,26 @@ class Overriding(Base):
         return super().second()
 
 
+class Below(Overriding):
+    pass
+
+
 class Borrowing:
     first = Base.first
-    second = Base.second
 
 
-def test_a_method_that_is_overridden_is_seen() -> None:
-    """In the class or in one between; methods that are not named do not count."""
-    assert inherits_methods(Base(), Base, ["first", "second"])
-    assert inherits_methods(Inheriting(), Base, ["first", "second"])
-    assert not inherits_methods(Overriding(), Base, ["first", "second"])
-    assert not inherits_methods(type("Below", (Overriding,), {})(), Base, ["second"])
-    assert inherits_methods(Overriding(), Base, ["first"])
-
-
-def test_another_class_inherits_nothing() -> None:
-    """Not even one with the same functions."""
-    assert not inherits_methods(Borrowing(), Base, ["first"])
-
-
-def test_a_method_that_the_base_does_not_have() -> None:
-    """As of a newer torch: inherited, unless the class defines it."""
-    assert inherits_methods(Base(), Base, ["other"])
-    assert not inherits_methods(Inheriting(), Base, ["other"])
+@pytest.mark.parametrize(
+    ("kind", "names", "is_inherited"),
+    [
+        (Base, ["first", "second"], True),
+        (Inheriting, ["first", "second"], True),
+        (Overriding, ["first", "second"], False),
+        (Below, ["second"], False),
+        (Overriding, ["first"], True),  # methods that are not named do not count
+        (Borrowing, ["first"], False),  # the same function in another class
+        (Base, ["other"], True),  # a method of a newer torch
+        (Inheriting, ["other"], False),
+    ],
+)
+def test_a_method_that_is_overridden_is_seen(kind: type, names: list[str], *, is_inherited: bool) -> None:
+    assert inherits_methods(kind(), Base, names) is is_inherited

@@ -150,7 +150,7 @@ def test_after_guarded_operations_all_ranks_meet(
 ) -> None:
     """Some ranks missed five operations: the next is the same for all, in whatever order the ranks come to it."""
     for module in ("member", "outcome"):
-        monkeypatch.setattr(f"dcp_remote.coordination.{module}.VERDICTS_KEPT", kept)
+        monkeypatch.setattr(f"dcp_remote.coordination.{module}.OPERATIONS_KEPT", kept)
     with rank_threads(3) as them:
         guard(them, guarded, times=5)
 

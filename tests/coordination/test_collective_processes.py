@@ -292,7 +292,10 @@ def test_a_host_that_is_no_rank(ranks_that_run: RankPool) -> None:
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_host_that_is_the_coordinator(how: str, ranks_that_run: RankPool) -> None:
     """As under torch.distributed without an agent; no other rank knows what the coordinator did last."""
-    told = run_and_lose(ranks_that_run, how, host=0, world_size=3)
+    try:
+        told = run_and_lose(ranks_that_run, how, host=0, world_size=3)
+    finally:
+        ranks_that_run.close()  # torch's clients of a dead store try on for five minutes, and join no group meanwhile
     assert_store_lost(told, how, host=0)
 
 

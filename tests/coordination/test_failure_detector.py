@@ -90,7 +90,7 @@ def test_many_late_ranks_are_counted() -> None:
         ranks.close()
     assert plain(ended.error).startswith("Ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 83 more did")
     assert isinstance(ended.error, SaveTimeoutError)
-    assert str(ended.error.details["ranks"]).endswith("15, 16, 83 more")
+    assert str(ended.error.details["ranks"]).endswith("15, 16 and 83 more")
     assert str(ended.error.details["last"]).count("no heartbeat yet") == 16
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import re
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -14,9 +17,21 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
-from dcp_remote.coordination.outcome import GRACE_SECONDS, Outcome
+from dcp_remote.coordination.messages import Commit, Verdict
+from dcp_remote.coordination.outcome import GRACE_SECONDS, Cancelled, Outcome, Phase
 from dcp_remote.errors import CommitUnknownError, FencedError, SaveFailedError, SaveTimeoutError
-from tests.support.rank_threads import Clock, Ended, expected, held, join, plain, rank_threads, together, wait_until
+from tests.support.rank_threads import (
+    Clock,
+    Ended,
+    errors,
+    expected,
+    held,
+    join,
+    plain,
+    rank_threads,
+    together,
+    wait_until,
+)
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
@@ -39,7 +54,7 @@ def test_a_coordinator_that_is_refused_the_commit_phase_is_not_in_it(monkeypatch
         assert collective.deadline.expired()
 
     def too_late(outcome: Outcome) -> None:
-        outcome.cancel(SaveFailedError("Interrupted."))
+        outcome.cancel(Cancelled(SaveFailedError("Interrupted.")))
         enter_commit(outcome)
 
     monkeypatch.setattr(Outcome, "enter_commit", too_late)
@@ -332,6 +347,31 @@ def test_a_number_that_is_found_while_the_rank_looks(monkeypatch: pytest.MonkeyP
     assert 1 in found
 
 
+def test_a_verdict_that_is_read_while_another_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict on another operation ends nothing, also if all ranks have met under the next number meanwhile."""
+    # The first heartbeat, at once, looks at nothing, so that the verdict is read below alone.
+    monkeypatch.setattr("dcp_remote.coordination.failure_detector.FailureDetector.check", lambda *_: None)
+    store = dist.HashStore()
+    ranks = RankGroup(0, 2, store, beat_seconds=60.0)
+    try:
+        with join(ranks) as collective:
+            outcome = collective._outcome
+            verdict = Verdict(frozenset({"the save of step 0"}), "Over.", b"", Commit.NEVER, is_unattended=False)
+            Client(store).put("1/failed", pickle.dumps(verdict))
+
+            class SlowClient(Client):
+                def get(self, key: str) -> bytes:
+                    data = super().get(key)
+                    assert outcome.read_verdict(Client(store))
+                    outcome.phase = Phase.MET
+                    return data
+
+            assert outcome.read_verdict(SlowClient(store))
+            assert (outcome.error, outcome.keys.number) == (None, 2)
+    finally:
+        ranks.close()
+
+
 def test_the_next_operation_has_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank is slow to look for its answer, while the coordinator has left, and waits in the same operation again."""
     wait, is_waiting = Outcome.wait, threading.Event()
@@ -377,7 +417,7 @@ def delete_when_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch, *, shared: bool) -> None:
-    """A rank is slow to read an answer, while the coordinator goes two operations on: told that it is behind."""
+    """A rank is slow to read an answer, while the answer is deleted: told that it is behind."""
 
     def part(ranks: RankGroup) -> object:
         with join(ranks) as collective:
@@ -392,6 +432,34 @@ def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
         _, slow = them.run(part)
         assert type(slow.error) is SaveFailedError
         assert "This rank is behind" in plain(slow.error)
+
+
+def test_an_answer_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank reads an answer when the coordinator has already left an operation that failed, and is in the third."""
+    has, read_all, is_third = Client.has, Client._read_all, threading.Event()
+
+    def noted(client: Client, keys: Sequence[str]) -> bool:
+        if any(key.startswith("3-") and "/in/" in key for key in keys):
+            is_third.set()
+        return has(client, keys)
+
+    def slow(client: Client, keys: list[str]) -> list[bytes] | None:
+        if any(key.startswith("1-") and "/out" in key for key in keys):
+            assert is_third.wait(30)
+        return read_all(client, keys)
+
+    def part(ranks: RankGroup) -> list[int]:
+        with join(ranks) as collective:
+            first = collective.gather(1, sum)
+        with pytest.raises(ValueError, match="boo"), join(ranks, "what fails on all ranks"):
+            raise ValueError("boo")
+        with join(ranks) as collective:
+            return [first, collective.gather(1, sum)]
+
+    monkeypatch.setattr(Client, "has", noted)
+    monkeypatch.setattr(Client, "_read_all", slow)
+    with rank_threads(2) as them:
+        assert [repr(result) for result in them.run(part)] == 2 * ["[2, 2]"]
 
 
 def test_a_verdict_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,6 +489,45 @@ def test_a_rank_that_is_far_behind_is_told_so() -> None:
         (late,) = them.run(lambda ranks: together(ranks, "the save of step 0"), ranks=[1])
         assert type(late.error) is SaveTimeoutError
         assert "Rank 1 did not report by the deadline; the save of step 0" in plain(late.error)
+
+
+def test_a_rank_that_missed_an_operation_in_which_others_disagreed() -> None:
+    """Two ranks were in different operations, and ended both; the next one of all ranks works."""
+    with rank_threads(3) as them:
+        assert [result.value for result in them.run(together)] == expected(3)
+        ended = them.run(lambda ranks: together(ranks, f"the save of step {ranks.rank}"), ranks=[0, 2])
+        assert all("Rank 2 did something else" in error for error in errors(ended))
+        assert [repr(result) for result in them.run(together)] == [repr(value) for value in expected(3)]
+
+
+@pytest.mark.parametrize("seed", [6, 11, 17])
+def test_after_any_history_all_ranks_meet(seed: int) -> None:
+    """Ranks miss operations, raise in them, and disagree on their names; the next one of all ranks works at once."""
+    rng = random.Random(seed)
+    history = []
+    for number in range(rng.randrange(2, 6)):
+        what = rng.choice(["the restore", f"the save of step {number}"])
+        here = {rank: what if rng.random() < 0.9 else "another" for rank in range(3) if rng.random() < 0.6}
+        history.append((here, {rank for rank in here if rng.random() < 0.25}, rng.choice([0.0, 0.1, 0.4])))
+    have_all_ended = threading.Barrier(3)
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        def take_part(what: str, *, is_raising: bool) -> None:
+            with join(ranks, what, arrival_seconds=0.25, seconds=3.0) as collective:
+                if is_raising:
+                    raise ValueError("boo")
+                collective.gather(None, len)
+
+        for here, raising, pause_seconds in history:
+            if ranks.rank in here:
+                Ended(lambda here=here, raising=raising: take_part(here[ranks.rank], is_raising=ranks.rank in raising))  # type: ignore[misc]
+            elif ranks.rank == 1:
+                time.sleep(pause_seconds)
+        have_all_ended.wait(60)
+        return together(ranks, "the last")
+
+    with rank_threads(3) as them:
+        assert [repr(result) for result in them.run(part)] == [repr(value) for value in expected(3)], history
 
 
 def test_ranks_that_disagree_on_the_rounds() -> None:

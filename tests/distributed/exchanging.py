@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from dcp_remote import LoadReport, PerRank, RankSockets
+from dcp_remote import LoadReport, PerRank
 from dcp_remote.loading import peers
 from dcp_remote.loading.peers import PeerExchange, PeerServer
 from dcp_remote.manager import rank_restore
-from dcp_remote.storage import LocalStore, outages
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.distributed.managed import Ended, State, ended, managing, warnings_kept
+from dcp_remote.storage import LocalStore
+from dcp_remote.testing import RecordingStore
+from tests.distributed.managed import Ended, State, ended, managing, sharded, warnings_kept
+from tests.support.states import equal
 
 ROWS, COLUMNS = 1200, 4092
 # Parts of a read that another rank is to give are many, and none is large.
@@ -65,22 +65,11 @@ class _Noting(RecordingStore):
     def __init__(self, path: Path) -> None:
         super().__init__(LocalStore(str(path)))
         self.ranges: list[tuple[str, int, int]] = []
-        self.seconds = 0.0
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         if key.startswith("shards/"):
             self.ranges.append((key, start, len(buffer)))
-            time.sleep(self.seconds)
         super().get_into(key, start, buffer)
-
-
-def cut(tensor: torch.Tensor, dimension: int) -> DTensor:
-    """This rank's part of it along a dimension."""
-    members = dist.group.WORLD
-    assert members is not None
-    mesh = DeviceMesh.from_group(members, "cpu")
-    part = tensor.chunk(mesh.size(), dimension)[mesh.get_local_rank()]
-    return DTensor.from_local(part.clone(), mesh, [Shard(dimension)], run_check=False)
 
 
 def state_of(kind: str, *, filled: bool) -> State:
@@ -88,7 +77,7 @@ def state_of(kind: str, *, filled: bool) -> State:
     factor = 1.0 if filled else 0.0
     grid = (torch.arange(ROWS * COLUMNS, dtype=torch.float32) * factor).reshape(ROWS, COLUMNS)
     if kind in {"rows", "columns"}:
-        return {"grid": cut(grid, 0 if kind == "rows" else 1)}
+        return {"grid": sharded(grid, dimension=0 if kind == "rows" else 1)}
     state: dict[str, Any] = {
         "large": torch.arange(REPLICATED, dtype=torch.float64) * factor,
         "small": {str(n): torch.full((n + 1,), n * factor) for n in range(40)},
@@ -96,24 +85,17 @@ def state_of(kind: str, *, filled: bool) -> State:
         "objects": [list(range(20_000)) if filled else None, "a text" if filled else ""],
     }
     if kind == "mixed":
-        state |= {"rows": cut(grid, 0), "own": PerRank(dist.get_rank() if filled else None)}
+        state |= {"rows": sharded(grid), "own": PerRank(dist.get_rank() if filled else None)}
     return state
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    """To the bit."""
-    if isinstance(one, DTensor):
-        assert torch.equal(one.to_local(), other.to_local())
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, PerRank):
-        assert one.value == other.value
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_equal(value, other[key])
-    else:
-        assert one == other
+def local(value: Any) -> Any:
+    """Return a state with what this rank has of its DTensors, and with the values of its `PerRank`s."""
+    if isinstance(value, dict):
+        return {key: local(inner) for key, inner in value.items()}
+    if isinstance(value, PerRank):
+        return value.value
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def save(path: Path, kind: str) -> None:
@@ -142,7 +124,7 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
         assert left <= {"dcp_remote-heartbeat", "dcp_remote-store"}, left
         report = manager.last_load
     if ending is None:
-        assert_equal(state, state_of(kind, filled=True))
+        assert equal(local(state), local(state_of(kind, filled=True)))
     return _got(store, report, ending, kept)
 
 
@@ -152,7 +134,7 @@ def _got(store: _Noting, report: LoadReport | None, ending: Ended | None, kept: 
     return Got(tuple(store.ranges), manifests, *figures, ending, tuple(kept))
 
 
-def restore_by(path: Path, kind: str, rank_sockets: tuple[bool | RankSockets, ...]) -> Got:
+def restore_by(path: Path, kind: str, rank_sockets: tuple[bool, ...]) -> Got:
     """Restore and compare, with the `rank_sockets` of each rank; where that is False, a server fails the restore."""
 
     def refuse(*_args: Any, **_options: Any) -> None:
@@ -166,23 +148,8 @@ def restore_by(path: Path, kind: str, rank_sockets: tuple[bool | RankSockets, ..
     ):
         manager.restore(state)
         report = manager.last_load
-    assert report is not None
-    assert_equal(state, state_of(kind, filled=True))
+    assert equal(local(state), local(state_of(kind, filled=True)))
     return _got(store, report, None, kept)
-
-
-def restore_in_an_outage(path: Path) -> list[str]:
-    """Restore while the first range fails once on every rank, which is an outage at once; return the warnings."""
-    store = FaultyStore(LocalStore(str(path)), [matching(lambda verb, _key, _number: verb == "get_into", "request")])
-    state = state_of("rows", filled=False)
-    with (
-        _replaced(outages, "FIRST_SECONDS", 0.0),
-        managing(store) as manager,
-        warnings_kept() as kept,
-    ):
-        manager.restore(state)
-    assert_equal(state, state_of("rows", filled=True))
-    return kept
 
 
 @contextmanager
@@ -236,17 +203,6 @@ def _gone(_store: _Noting) -> Iterator[None]:
 
 
 @contextmanager
-def _unable(_store: _Noting) -> Iterator[None]:
-    """Let the rank fail to listen."""
-
-    def refuse(*_args: Any, **_options: Any) -> None:
-        raise OSError("An injected refusal.")
-
-    with _replaced(PeerServer, "__init__", refuse):
-        yield
-
-
-@contextmanager
 def _lying(_store: _Noting) -> Iterator[None]:
     """Flip the last bit of every unit that the rank offers."""
     usual = PeerServer.offer
@@ -258,13 +214,6 @@ def _lying(_store: _Noting) -> Iterator[None]:
 
     with _replaced(PeerServer, "offer", offer):
         yield
-
-
-@contextmanager
-def _slow(store: _Noting) -> Iterator[None]:
-    """Slow the store of the rank down, which must not make the others take the rank for a dead one."""
-    store.seconds = 0.3
-    yield
 
 
 @contextmanager
@@ -318,9 +267,7 @@ _TROUBLES = {
     "": _nothing,
     "deaf": _deaf,
     "gone": _gone,
-    "unable": _unable,
     "lying": _lying,
-    "slow": _slow,
     "refused": _refused,
     "large": _large,
     "killed": _killed,

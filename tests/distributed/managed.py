@@ -6,32 +6,24 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, RemoteLoadPlanner, load
+from dcp_remote import CheckpointManager, PerRank, RandomStates, load
 from dcp_remote.coordination import heartbeat
-from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
-from dcp_remote.manager.coordinator import Coordinator
-from dcp_remote.saving.plan_cache import RunPlanner
-from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.storage import LocalStore, ObjectStore
-from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
 from tests.support.rank_threads import wait_until
 from tests.support.training import LENGTH, VOCABULARY, Leaves, Training, full, trained
@@ -102,13 +94,16 @@ def warnings_kept() -> Iterator[list[str]]:
 # ---- what is saved
 
 
-def sharded(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> DTensor:
-    """This rank's rows of it, of as many as there are ranks; no collective."""
+def sharded(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, dimension: int = 0) -> DTensor:
+    """Return this rank's part of a tensor that is cut along a dimension into as many as there are ranks.
+
+    No collective.
+    """
     members = group if group is not None else dist.group.WORLD
     assert members is not None
     mesh = DeviceMesh.from_group(members, "cpu")
-    rows = tensor.chunk(mesh.size())[mesh.get_local_rank()]
-    return DTensor.from_local(rows.clone(), mesh, [Shard(0)], run_check=False)
+    part = tensor.chunk(mesh.size(), dimension)[mesh.get_local_rank()]
+    return DTensor.from_local(part.clone(), mesh, [Shard(dimension)], run_check=False)
 
 
 def state_of(value: float, group: dist.ProcessGroup | None = None) -> State:
@@ -170,100 +165,19 @@ def train_through(strategy: str, url: str, seed: int, options: dict[str, str] | 
     return saved, full(training.state())
 
 
-def resume_each(strategy: str, urls: Sequence[str], options: dict[str, str] | None) -> list[tuple[Leaves, Leaves]]:
-    """Return of each run its newest state, restored by a training of another seed, and that three steps later."""
+def resume(strategy: str, url: str, options: dict[str, str] | None) -> tuple[Leaves, Leaves]:
+    """Return the newest state of a run, restored by a training of another seed, and that three steps later."""
     training = trained(strategy, seed=100)
-    states = []
-    for url in urls:
-        state = training.state() | {"steps": 0}
-        with managing(url, storage_options=options) as manager:
-            assert manager.restore(state) == 1
-        training.restore(state)
-        restored = full(training.state() | {"steps": state["steps"]})
-        go_on(training, range(2, 5))
-        states.append((restored, full(training.state())))
-    for (one, _), (other, _) in pairwise(states):
-        assert not torch.equal(one["/model/embedding.weight"], other["/model/embedding.weight"])
-    return states
+    state = training.state() | {"steps": 0}
+    with managing(url, storage_options=options) as manager:
+        assert manager.restore(state) == 1
+    training.restore(state)
+    restored = full(training.state() | {"steps": state["steps"]})
+    go_on(training, range(2, 5))
+    return restored, full(training.state())
 
 
 # ---- values of single ranks
-
-
-def own_values(rank: int) -> list[Any]:
-    """Return a value of another type on each rank, one that differs in value only, and one that is equal."""
-    different = [{"position": 7, "files": ["a", "b"]}, "a text", np.arange(5), (1, None, 2.5)][rank]
-    return [different, [rank] * 3, "the same"]
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """Values that belong to one rank alone.
-
-    Attributes:
-        step: Step that was restored.
-        values: Values as from `own_values`.
-        draws: Next random numbers: Python's, numpy's and torch's.
-        warnings: What was logged on this rank by the restore.
-    """
-
-    step: int | None
-    values: list[Any]
-    draws: tuple[float, float, float]
-    warnings: list[str]
-
-
-def draws() -> tuple[float, float, float]:
-    """The next random numbers."""
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-def own_state(values: Sequence[Any]) -> State:
-    return {
-        "w": torch.arange(6.0),
-        "different": PerRank(values[0]),
-        "alike": PerRank(values[1]),
-        "same": PerRank(values[2]),
-        "random": PerRank(RandomStates()),
-    }
-
-
-def save_empty_dicts(url: Path) -> None:
-    """Save twice what is empty on the first rank, on the others, or on all; and restore it."""
-    rank, weight = dist.get_rank(), torch.ones(2)
-    state: State = {
-        "a": {"deeper": {}} if rank == 2 else {"x": weight} if rank else {},
-        "b": {},
-        "c": [{}, {"x": weight} if rank else {}],
-        "d": {"e": {}} if rank == 0 else {},
-    }
-    with managing(url) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(step, state)
-            checkpoints.wait()
-        assert checkpoints.restore(state) == 2
-
-
-def save_own(url: Path, step: int) -> Own:
-    """Restore the newest, and save this rank's values and random states."""
-    rank = dist.get_rank()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(1000 * step + rank)
-    with managing(url, resumed_from=step - 1 if step > 1 else None) as manager:
-        manager.save(step, own_state(own_values(rank)))
-        manager.wait()
-    return Own(step, own_values(rank), draws(), [])
-
-
-def restore_own(url: Path, step: int | None, seed: int) -> Own:
-    """With values of no rank, and random states of a seed."""
-    for seeded in (random.seed, np.random.seed, torch.manual_seed):
-        seeded(seed + dist.get_rank())
-    state = own_state([None, None, None])
-    with managing(url) as manager, warnings_kept() as kept:
-        restored = manager.restore(state, step)
-    values = [state[key].value for key in ("different", "alike", "same")]
-    return Own(restored, values, draws(), kept)
 
 
 # ---- what is sent
@@ -318,282 +232,61 @@ def save_in_groups(urls: Sequence[str], groups: Sequence[Sequence[int]]) -> list
     return values
 
 
+# ---- values of single ranks
+
+
+def own_state(value: object) -> State:
+    return {"w": torch.arange(6.0), "own": PerRank(value), "random": PerRank(RandomStates())}
+
+
+def save_own(path: Path) -> float:
+    """Save a value of another type on each rank, and random states; return the number that is drawn next."""
+    rank = dist.get_rank()
+    random.seed(rank)
+    with managing(path) as manager:
+        manager.save(1, own_state([{"files": ["a", "b"]}, "a text", (1, None, 2.5)][rank]))
+    return random.random()
+
+
+def restore_own(path: Path) -> tuple[object, float, list[str]]:
+    """Return the value that this rank then has, the number that is drawn next, and the warnings."""
+    random.seed(100 + dist.get_rank())
+    state = own_state("untouched")
+    with managing(path) as manager, warnings_kept() as kept:
+        manager.restore(state)
+    return state["own"].value, random.random(), kept
+
+
 # ---- what fails
 
 
-class UnpicklableError(Exception):
-    """Holds what cannot cross to another process."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.lock = threading.Lock()
-
-
-class Broken:
-    """A `Stateful` that is not in a state to be asked or told, or an object that cannot be copied."""
-
-    def __init__(self, method: str) -> None:
-        self._method = method
-
-    def state_dict(self) -> State:
-        self._break("state_dict")
-        return {"value": 1}
-
-    def load_state_dict(self, state: State) -> None:
-        self._break("load_state_dict")
-
-    def _break(self, method: str) -> None:
-        if method == self._method:
-            raise ZeroDivisionError(f"in {method}")
-
-
-class Uncopyable:
-    """An object that no copy can be made of."""
-
-    def __deepcopy__(self, memo: object) -> Uncopyable:
-        raise ZeroDivisionError("in a copy")
-
-
-class NeedsCode:
-    """Object that only code can load."""
-
-
-class BrokenSavePlanner(RunPlanner):
-    """Raises in one of its methods."""
-
-    def __init__(self, method: str, error: Exception) -> None:
-        super().__init__()
-        self._method, self._error = method, error
-
-    def _break(self, method: str) -> None:
-        if method == self._method:
-            raise self._error
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self._break("set_up_planner")
-        super().set_up_planner(*args, **kwargs)
-
-    def create_local_plan(self) -> SavePlan:
-        self._break("create_local_plan")
-        return super().create_local_plan()
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self._break("finish_plan")
-        return super().finish_plan(new_plan)
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        self._break("resolve_data")
-        return super().resolve_data(write_item)
-
-
-class SwitchedStore(WrappedStore):
-    """Goes through another store, for as long as that is set."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        super().__init__(store)
-        self._usual = store
-
-    def switch(self, store: ObjectStore | None) -> None:
-        self._store = self._usual if store is None else store
-
-
-class FlippingStore(WrappedStore):
-    """The last bit of every range that is read is another."""
-
-    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        super().get_into(key, start, buffer)
-        buffer[-1] ^= 1
-
-
-def is_shard(verb: Verb, key: str, _number: int) -> bool:
-    return key.startswith("shards/") and verb in ("put", "get_into")
-
-
-def is_manifest_read(verb: Verb, key: str, _number: int) -> bool:
-    return key.startswith("manifests/") and verb == "get"
-
-
-def denied() -> PermissionDeniedError:
-    return PermissionDeniedError("An injected refusal.")
-
-
-SAVE_FAILURES = (
-    "state_dict",
-    "copy",
-    "object",
-    "upload",
-    "set_up_planner",
-    "create_local_plan",
-    "finish_plan",
-    "resolve_data",
-    "unpicklable",
-)
-RESTORE_FAILURES = (
-    "load_state_dict",
-    "template",
-    "read refused",
-    "read flipped",
-    "manifest refused",
-    "create_local_plan",
-)
-
-
-def broken_save(manager: CheckpointManager, store: SwitchedStore, failure: str, step: int, *, wait: bool) -> None:
-    """On the rank where it fails."""
-    state = state_of(step)
-    planner = RunPlanner()
-    if failure == "state_dict":
-        state["broken"] = Broken("state_dict")
-    elif failure == "copy":
-        state["broken"] = Uncopyable()
-    elif failure == "object":
-        state["own"] = PerRank(NeedsCode())
-    elif failure == "upload":
-        store.switch(FaultyStore(store._usual, [matching(is_shard, "request", persistent=True, error=denied)]))
-    elif failure == "unpicklable":
-        planner = BrokenSavePlanner("create_local_plan", UnpicklableError("in create_local_plan"))
-    else:
-        planner = BrokenSavePlanner(failure, ZeroDivisionError(f"in {failure}"))
-    with mock.patch.object(manager, "_make_planner", return_value=planner):
-        manager.save(step, state, wait=wait)
-    manager.wait()
-
-
-def fail_to_save(path: Path, failure: str, victim: int) -> list[Ended | None]:
-    """A save that fails on one rank, in the foreground and in the background; each is tried again at once."""
-    store = SwitchedStore(LocalStore(str(path)))
-
-    def attempt(step: int, *, wait: bool) -> None:
-        if dist.get_rank() == victim:
-            broken_save(manager, store, failure, step, wait=wait)
-            return
-        manager.save(step, state_of(step), wait=wait)
-        manager.wait()
-
-    endings = []
-    with managing(store) as manager:
-        for step, wait in ((1, True), (2, False)):
-            endings.append(ended(partial(attempt, step, wait=wait)))
-            store.switch(None)
-            manager.save(step, state_of(step), wait=not wait)
-            manager.wait()
-    return endings
-
-
-def leave_without_a_verdict(path: Path, victim: int) -> list[Ended | None]:
-    """A rank gives up when its report is sent, and hears of no end; the others hear that it failed. Then all save."""
-    store = SwitchedStore(LocalStore(str(path)))
+def fail_on_one_rank(path: Path, victim: int) -> list[Ended | None]:
+    """Save, and restore, with a store that refuses the shards of one rank; then both without."""
+    store = LocalStore(str(path))
+    refused = matching(
+        lambda _verb, key, _number: key.startswith("shards/"),
+        "request",
+        persistent=True,
+        error=lambda: PermissionDeniedError("An injected refusal."),
+    )
+    with managing(FaultyStore(store, [refused] if dist.get_rank() == victim else [])) as manager:
+        endings = [ended(partial(manager.save, 1, state_of(1), wait=True))]
     with managing(store) as manager:
         manager.save(1, state_of(1), wait=True)
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == victim:
-                patch.setattr(Collective, "_contribute", given_up_after_the_report(Collective._contribute))
-            elif dist.get_rank() == 0:
-                patch.setattr(Coordinator, "commit", when_it_is_over(Coordinator.commit))
-            ending = ended(lambda: manager.save(2, state_of(2), wait=True))
-        unclear = len(manager._saver._planning.unclear)
-        assert unclear == (dist.get_rank() == victim)
-        manager.save(3, state_of(3), wait=True)
-        assert manager._saver._planning.unclear == []
-    return [ending]
-
-
-def given_up_after_the_report(answer: Callable[..., Any]) -> Callable[..., Any]:
-    def answered(self: Collective, value: object, *, shared: bool) -> Any:
-        if not (isinstance(value, tuple) and isinstance(value[0], RankReport)):
-            return answer(self, value, shared=shared)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Collective, "_receive", interrupted)
-            return answer(self, value, shared=shared)
-
-    return answered
-
-
-def interrupted(_: Collective, *_arguments: object, **_others: object) -> bytes:
-    raise ZeroDivisionError("in the last round")
-
-
-def when_it_is_over(commit: Callable[..., Any]) -> Callable[..., Any]:
-    def committed(self: Coordinator, joint: Collective, *arguments: Any) -> Any:
-        while joint.cancelled is None:
-            joint._outcome.wait(1.0)
-        return commit(self, joint, *arguments)
-
-    return committed
-
-
-def fail_to_restore(path: Path, failure: str, victim: int) -> list[Ended | None]:
-    """A restore that fails on one rank; then one that does not, and a save."""
-    store = SwitchedStore(LocalStore(str(path)))
-
-    def attempt() -> None:
-        state = state_of(0) | {"broken": Broken("nowhere")}
-        breaking: AbstractContextManager[Any] = nullcontext()
-        if dist.get_rank() != victim:
-            pass
-        elif failure == "create_local_plan":
-            broken = mock.Mock(side_effect=ZeroDivisionError("in create_local_plan"))
-            breaking = mock.patch.object(RemoteLoadPlanner, "create_local_plan", broken)
-        elif failure == "load_state_dict":
-            state["broken"] = Broken("load_state_dict")
-        elif failure == "template":
-            state["unknown"] = torch.zeros(3)
-        elif failure == "read refused":
-            store.switch(FaultyStore(store._usual, [matching(is_shard, "request", persistent=True, error=denied)]))
-        elif failure == "read flipped":
-            store.switch(FlippingStore(store._usual))
-        else:
-            refused = matching(is_manifest_read, "request", persistent=True, error=denied)
-            store.switch(FaultyStore(store._usual, [refused]))
-        with breaking:
-            manager.restore(state)
-
+    with managing(FaultyStore(store, [refused] if dist.get_rank() == victim else [])) as manager:
+        endings.append(ended(partial(manager.restore, state_of(0))))
     with managing(store) as manager:
-        ending = ended(attempt)
-        store.switch(None)
-        unsaved = ended(lambda: manager.save(5, state_of(5) | {"broken": Broken("nowhere")}, wait=True))
-        state = state_of(0) | {"broken": Broken("nowhere")}
-        assert manager.restore(state) == 2
-        assert_holds(state, 2)
-        manager.save(5, state_of(5) | {"broken": Broken("nowhere")})
-    return [ending, unsaved]
-
-
-def save_to_restore(path: Path) -> None:
-    with managing(path) as manager:
-        for step in (1, 2):
-            manager.save(step, state_of(step) | {"broken": Broken("nowhere")})
-
-
-def ask_for_different_steps(path: Path) -> list[Ended | None]:
-    """Save in the foreground and in the background, and restore, with another step on each rank; then with one."""
-    rank = dist.get_rank()
-    with managing(path) as manager:
-        endings = [ended(lambda: manager.save(10 + rank, state_of(1), wait=True))]
-        manager.save(1, state_of(1))
-        manager.wait()
-
-        def in_the_background() -> None:
-            manager.save(10 + rank, state_of(1))
-            manager.wait()
-
-        endings.append(ended(in_the_background))
-        manager.save(2, state_of(2))
-        endings.append(ended(lambda: manager.restore(state_of(0), 1 + rank % 2)))
         state = state_of(0)
-        assert manager.restore(state, 2) == 2
-        assert_holds(state, 2)
-        manager.save(3, state_of(3))
+        assert manager.restore(state) == 1
+        assert_holds(state, 1)
     return endings
 
 
-def leave_by_an_error(path: Path, raising: Sequence[int], *, before: bool) -> Ended | None:
-    """A block that saves; some ranks raise in it, before they save or after."""
+def leave_by_an_error(path: Path, raising: Sequence[int]) -> Ended | None:
+    """A block that saves, in which some ranks then raise."""
 
     def block() -> None:
         with managing(path, silence_seconds=8.0) as manager:
-            if before and dist.get_rank() in raising:
-                raise KeyError("mine")
             manager.save(1, state_of(1))
             if dist.get_rank() in raising:
                 raise KeyError("mine")

@@ -92,19 +92,6 @@ def plans_of_saves(path: Path, changes: Sequence[str], dedup: bool, overwrite: b
     return exchanged
 
 
-def plans_of_two_managers(paths: Sequence[Path]) -> list[int]:
-    """Two models of one process, saved in turn."""
-    exchanged = []
-    structures = ["", "dtype of one rank"]
-    with managing(paths[0]) as one, managing(paths[1]) as other, scatters_counted() as count:
-        for step in (1, 2, 3):
-            for manager, structure in zip((one, other), structures, strict=True):
-                count[0] = 0
-                manager.save(step, planned_state(structure, step), wait=True)
-                exchanged.append(count[0])
-    return exchanged
-
-
 def plans_around_failures(path: Path, victim: int) -> list[tuple[int, str | None]]:
     """Saves that fail on one rank at its shards, and at its plan; how often plans were exchanged, and its error."""
     seen: list[tuple[int, str | None]] = []

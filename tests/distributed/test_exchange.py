@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote import RankSockets
 from tests.distributed.exchanging import (
     COLUMNS,
     REPLICATED,
@@ -19,7 +17,6 @@ from tests.distributed.exchanging import (
     healthy,
     restore,
     restore_by,
-    restore_in_an_outage,
     save,
 )
 from tests.support.rank_pool import RankPool, RanksFailedError
@@ -39,7 +36,7 @@ def assert_read_once(got: Sequence[Got]) -> int:
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 2, 4])
 def test_replicated_state_is_read_once(world_size: int, rank_pool: RankPool, tmp_path: Path) -> None:
     """By all together: large and small tensors, one that is not contiguous, objects; each rank about as much.
 
@@ -52,14 +49,6 @@ def test_replicated_state_is_read_once(world_size: int, rank_pool: RankPool, tmp
     for rank in got:
         assert rank.read_bytes + rank.received_bytes == total
         assert rank.read_bytes < total
-
-
-def test_a_rank_alone_exchanges_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Nor does it listen anywhere."""
-    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
-    (got,) = rank_pool.run(healthy, tmp_path, "replicated", ranks=[1])
-    assert_read_once([got])
-    assert got.received_bytes == 0
 
 
 def test_sharded_state_is_not_exchanged(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -116,42 +105,21 @@ def test_no_sockets(off: tuple[int, ...], rank_pool: RankPool, tmp_path: Path) -
         assert got.warnings == ()
 
 
-def test_sockets_of_an_interface_and_a_range_of_ports(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Allow the loopback interface and fifty ports: all is read once."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        first = free.getsockname()[1]
-    rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
-    sockets = RankSockets(interface="lo", ports=(first, min(first + 50, 65_535)))
-    assert_read_once(rank_pool.run(restore_by, tmp_path, "replicated", (sockets, sockets), ranks=PAIR))
-
-
-def test_one_rank_tells_of_an_outage(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Fail a request on every rank: the coordinator warns, and says that the store answers again; the others do not."""
-    rank_pool.run(save, tmp_path, "rows", ranks=PAIR)
-    coordinator, other = rank_pool.run(restore_in_an_outage, tmp_path, ranks=PAIR)
-    assert ["has failed for" in line for line in coordinator] == [True, False]
-    assert "answers again" in coordinator[1]
-    assert other == []
-
-
 # ---- trouble
 
 
 @pytest.mark.torture
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("trouble", ["deaf", "gone", "unable", "lying", "slow", "stopped"])
+@pytest.mark.parametrize("trouble", ["deaf", "gone", "lying", "stopped"])
 def test_a_rank_that_gives_nothing_good(trouble: str, victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
     """All hold what was saved in the end: what it does not give is read from the store by those who want it.
 
-    It gives nothing, does not listen, cannot, gives wrong bytes, is late, or is stopped for longer than the others'
-    patience.
+    It gives nothing, does not listen, gives wrong bytes, or is stopped for longer than the others' patience.
     """
     rank_pool.run(save, tmp_path, "mixed", ranks=THREE)
     got = rank_pool.run(restore, tmp_path, "mixed", trouble, victim, 2**28, ranks=THREE)
     assert [rank.ending for rank in got] == [None] * 3
     total = sum(rank.read_bytes for rank in got)
-    if trouble in {"slow", "unable"}:
-        return
     once = 8 * REPLICATED + 4 * ROWS * COLUMNS
     assert total > once
     is_unreached = trouble in {"gone", "stopped"}

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import random
-import signal
 import socket
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
@@ -31,14 +25,10 @@ from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
-    CommitConflictError,
     InvalidArgumentError,
 )
-from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
-from dcp_remote.storage.wrapper import Request, WrappedStore
+from dcp_remote.storage import MemoryStore
 from dcp_remote.testing.servers import S3Server
-from tests.support.figures import count
-from tests.support.histories import first_seed
 from tests.support.rank_pool import RankPool
 from tests.support.training import assert_same, full
 
@@ -47,7 +37,6 @@ pytestmark = pytest.mark.torture(smoke=False)
 State: TypeAlias = dict[str, Any]
 Failures: TypeAlias = dict[int, BaseException]
 
-_Answer = TypeVar("_Answer")
 
 WAIT_SECONDS = 60.0
 
@@ -211,35 +200,6 @@ def test_saves_from_processes_of_their_own(rendezvous: int, s3_server: S3Server,
     assert SECRET not in text
 
 
-def test_saves_from_a_thread(s3_server: S3Server, caplog: pytest.LogCaptureFixture) -> None:
-    """One process without a group, save after save to S3, by one writer; two must fail, and leave the next alone."""
-    bucket = f"test-{uuid.uuid4().hex}"
-    s3_server.create_bucket(bucket)
-    options = s3_server.storage_options | {"aws_secret_access_key": SECRET}
-    writer = RemoteWriter(f"s3://{bucket}/unused", storage_options=options)
-    caplog.set_level(logging.DEBUG, "dcp_remote")
-    refused = {}
-    state: State = {"w": torch.zeros(50_000), "list": [0]}
-    for number, url in enumerate([f"{bucket}/1", f"{bucket}/1", f"no-such-{bucket}/3", f"{bucket}/4"], 1):
-        state["w"].fill_(number)
-        state["list"].append(number)
-        future = dcp.async_save(state, checkpoint_id=f"s3://{url}", storage_writer=writer, no_dist=True)
-        state["w"].fill_(-1)
-        refused[number] = failures(cast("Future[object]", future))
-    assert [type(causes.get(0)) for causes in refused.values()] == [
-        type(None),
-        CheckpointExistsError,
-        BucketNotFoundError,
-        type(None),
-    ]
-    for number in (1, 4):
-        found = load(f"s3://{bucket}/{number}", storage_options=options)
-        assert torch.equal(found["w"], torch.full((50_000,), float(number)))
-        assert found["list"] == list(range(number + 1))
-    assert f"committed s3://{bucket}/4" in caplog.text
-    assert SECRET not in f"{caplog.text} {refused} {writer!r}"
-
-
 def save_to_memory(port: int, folder: str) -> None:
     """One rank: what only this process sees is refused, by name and without one; and the child lives on."""
     with children(port):
@@ -261,69 +221,7 @@ def test_memory_is_no_place_to_save_to_from_another_process(rendezvous: int, tmp
     assert load(tmp_path / "kept")["x"].tolist() == [1.0] * 3
 
 
-class FatefulStore(WrappedStore):
-    """Store in which rank 1, about to put its first shard, reports that and waits to be killed."""
-
-    def __init__(self, store: ObjectStore, pipe: str) -> None:
-        super().__init__(store)
-        self._pipe = pipe
-
-    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        if request.verb == "put" and "rank-00001" in request.key and "-0000." in request.key:
-            with open(self._pipe, "w", encoding="ascii") as pipe:
-                pipe.write("now")
-            threading.Event().wait(WAIT_SECONDS)
-        return send()
-
-
-def save_beside_a_death(port: int, folder: str, pipe: str) -> list[str]:
-    """The child of rank 1 is killed in the middle of a save; how that one ends, the next, and then one in a thread."""
-    with children(port):
-        assert failures(in_child(sharded(1), RemoteWriter(folder))) == {}
-        store = FatefulStore(LocalStore(folder), pipe)
-        future = in_child(sharded(2), RemoteWriter(store, overwrite=True))
-        if dist.get_rank() == 1:
-            child = _async_process_executor._CHECKPOINT_PROCESS
-            assert child is not None
-            assert child._save_process.pid is not None
-            with open(pipe, encoding="ascii") as told:
-                assert told.read() == "now"
-            os.kill(child._save_process.pid, signal.SIGKILL)
-        ends = [raised(future)]
-        ends.append(raised(in_child(sharded(3), RemoteWriter(f"{folder}/other"))))
-        answer = dcp.async_save(sharded(4), storage_writer=RemoteWriter(f"{folder}/thread"))
-        ends.append(raised(cast("Future[object]", answer)))
-    return ends
-
-
-def test_a_child_that_is_killed_in_the_middle_of_a_save(rendezvous: int, tmp_path: Path) -> None:
-    """SIGKILL to the child of rank 1, in its put: both ranks are told, and the old checkpoint is what there is.
-
-    torch never starts another child: every later save from it fails at once, and one from a thread is as good as ever.
-    """
-    folder, pipe = tmp_path / "saved", tmp_path / "pipe"
-    os.mkfifo(pipe)
-    with RankPool(2) as pool:
-        results = pool.run(save_beside_a_death, rendezvous, str(folder), str(pipe))
-    count("ranks killed")
-    assert "Checkpoint background process is dead" in results[1][0]
-    for killed, after, thread in results:
-        assert killed != "nothing"
-        assert after != "nothing"
-        assert thread == "nothing"
-    assert_same(full(load(folder)), whole(1))
-    assert_same(full(load(folder / "thread")), whole(4))
-    assert not (folder / "other" / "manifest.json").exists()
-
-
 # ---- saves that run at once
-
-
-def test_the_process_executor_needs_a_group(tmp_path: Path) -> None:
-    """One process without one is refused by torch, whatever `no_dist` says, and nothing is written."""
-    with pytest.raises(ValueError, match="Default process group has not been initialized"):
-        in_child({"x": torch.ones(3)}, RemoteWriter(tmp_path / "none"), no_dist=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def save_in_opposite_orders(folder: str) -> list[Failures]:
@@ -349,61 +247,3 @@ def test_saves_whose_ranks_cross_commit_nothing(rank_pool: RankPool, tmp_path: P
             assert "Ranks save to different URLs" in str(end[0])
         assert len(ends) == 2
     assert list(tmp_path.rglob("manifest.json")) == []
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One of several saves that run at once; `number` fills its state."""
-
-    number: int
-    url: str
-    future: Future[object]
-
-
-def storm(folder: str, dice: random.Random, *, overwrite: bool) -> list[Attempt]:
-    """Begin eight saves at once, each in a thread of torch's, by two writers and to two URLs."""
-    writers = [RemoteWriter(f"{folder}/unused", overwrite=overwrite) for _ in range(2)]
-    attempts = []
-    for number in range(1, 9):
-        url = f"{folder}/{dice.randrange(2)}"
-        state = {top: {"w": torch.full((dice.choice([3, 9_000]),), number), "step": number} for top in "abc"}
-        answer = dcp.async_save(state, checkpoint_id=url, storage_writer=dice.choice(writers), no_dist=True)
-        attempts.append(Attempt(number, url, cast("Future[object]", answer)))
-    return attempts
-
-
-def numbers_in(state: State) -> set[int]:
-    return {int(n) for part in state.values() for n in [part["step"], *part["w"].tolist()]}
-
-
-@pytest.mark.parametrize("scheme", ["file", "memory"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_saves_at_once_are_refused_or_follow_each_other(
-    scheme: str, overwrite: bool, tmp_path: Path, torture_seconds: float
-) -> None:
-    """Eight background saves by two writers to two URLs, again and again until the time is over.
-
-    What is loaded is one of those that said so, whole; every other says why not. Without `overwrite` it is the only
-    one. At least one is committed: nobody loses to a save that fails.
-    """
-    end_seconds = time.monotonic() + torture_seconds / 4
-    first = first_seed(torture_seconds)
-    for seed in itertools.count(first):
-        if seed > first and time.monotonic() >= end_seconds:
-            break
-        folder = f"file://{tmp_path}/{seed}" if scheme == "file" else f"memory://{uuid.uuid4().hex}"
-        attempts = storm(folder, random.Random(seed), overwrite=overwrite)
-        committed: dict[str, list[int]] = {attempt.url: [] for attempt in attempts}
-        for attempt in attempts:
-            causes = failures(attempt.future)
-            assert all(isinstance(e, CheckpointExistsError | CommitConflictError) for e in causes.values()), (
-                seed,
-                causes,
-            )
-            if not causes:
-                committed[attempt.url].append(attempt.number)
-        for url, numbers in committed.items():
-            found = numbers_in(load(url))
-            assert len(found) == 1, (seed, url, found)
-            assert found <= set(numbers), (seed, url, found, numbers)
-            assert overwrite or len(numbers) == 1, (seed, url, numbers)

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
-from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, load
+from dcp_remote import RemoteReader, RemoteWriter, load
 from tests.support.rank_pool import RankPool
-from tests.support.training import Leaves, assert_same, full
+from tests.support.training import Leaves, assert_same, full, gathered
 
 pytestmark = pytest.mark.torture
 
@@ -66,7 +66,7 @@ class Training:
 
     def full(self) -> Leaves:
         """Every tensor whole, on every rank; a collective."""
-        return full(whole(self.state()))
+        return full(gathered(self.state()))
 
     def restore(self, state: State) -> None:
         """Take over what was loaded."""
@@ -74,23 +74,6 @@ class Training:
             self.model.load_state_dict(state["model"])
             optim = FullyShardedDataParallel.optim_state_dict_to_load(self.model, self.optimizer, state["optim"])
         self.optimizer.load_state_dict(optim)
-
-
-def whole(value: Any) -> Any:
-    """A state with every ShardedTensor put together from what the ranks hold.
-
-    Not by `FULL_STATE_DICT`: on a CPU that gives the optimizer's second moments in the place of its first (torch 2.13).
-    """
-    if isinstance(value, dict):
-        return {key: whole(inner) for key, inner in value.items()}
-    if not isinstance(value, ShardedTensor):
-        return value
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()])
-    result = torch.full(tuple(value.size()), torch.nan)
-    for offsets, part in (shard for shards in held for shard in shards):
-        result[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
-    return result
 
 
 def save(kind: str, url: str) -> Leaves:
@@ -135,24 +118,6 @@ def test_what_two_ranks_saved_any_number_loads(kind: str, rank_pool: RankPool, t
             for state in rank_pool.run(restore, loading, url, ranks=ranks):
                 assert_same(state, expected, f"{loading} {ranks}")
     assert_same(full(load(url)), expected)
-
-
-def save_and_restore_by_a_manager(kind: str, url: str) -> tuple[Leaves, Leaves]:
-    """Save the state dicts themselves, and restore into those of another training."""
-    saved, other = Training(kind, seed=1), Training(kind, seed=2)
-    with CheckpointManager(url, progress=False) as checkpoints:
-        checkpoints.save(1, saved.state())
-        state = other.state()
-        assert checkpoints.restore(state) == 1
-    other.restore(state)
-    return saved.full(), other.full()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_manager_takes_the_state_dicts(kind: str, rank_pool: RankPool, tmp_path: Path) -> None:
-    """Without `training_state`, as a framework makes them."""
-    for saved, restored in rank_pool.run(save_and_restore_by_a_manager, kind, tmp_path.as_uri(), ranks=(0, 1)):
-        assert_same(restored, saved)
 
 
 def test_torchs_loader_of_sharded_optimizers(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_background_saves_beside_collectives_of_the_main_thread(rank_pool: RankP
         assert_same(full(load(tmp_path / str(number))), whole(number))
 
 
-def save_again(url: str, *, caching: bool) -> list[str]:
+def save_again(url: str, caching: bool) -> list[str]:
     """One writer, three saves: its own URL, another by `checkpoint_id`, and the first again."""
     mesh = world()
     writer = RemoteWriter(f"{url}/first", overwrite=True)
@@ -135,27 +135,6 @@ def save_again(url: str, *, caching: bool) -> list[str]:
         dcp.save(sharded(mesh, factor), checkpoint_id=where, storage_writer=writer, planner=planner)
         save_ids.append(str(writer.save_id))
     return save_ids
-
-
-def save_again_cached(url: str) -> list[str]:
-    return save_again(url, caching=True)
-
-
-def save_again_planned(url: str) -> list[str]:
-    return save_again(url, caching=False)
-
-
-@pytest.mark.parametrize("save", [save_again_planned, save_again_cached])
-def test_a_writer_is_used_for_several_saves(save: Any, rank_pool: RankPool, tmp_path: Path) -> None:
-    """With and without torch's cache of plans, which replays what a writer returned at the first save."""
-    save_ids = rank_pool.run(save, str(tmp_path))[0]
-    for state in rank_pool.run(loaded, str(tmp_path / "second")):
-        assert_same(state, whole(2))
-    for state in rank_pool.run(loaded, str(tmp_path / "first")):
-        assert_same(state, whole(3))
-    assert len(set(save_ids)) == 3
-    assert read_manifest(open_store(tmp_path / "first")).save_id == save_ids[2]
-    assert read_manifest(open_store(tmp_path / "first")).replaces == (save_ids[0],)
 
 
 def read_again(url: str) -> list[State]:
@@ -170,13 +149,16 @@ def read_again(url: str) -> list[State]:
     return states
 
 
-def test_a_reader_is_used_for_several_loads(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Load the two checkpoints that one writer saved."""
-    rank_pool.run(save_again_planned, str(tmp_path))
-    for first, second, third in rank_pool.run(read_again, str(tmp_path)):
-        assert_same(first, whole(3))
-        assert_same(second, whole(2))
-        assert_same(third, whole(3))
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_writer_and_a_reader_are_used_several_times(caching: bool, rank_pool: RankPool, tmp_path: Path) -> None:
+    """With and without torch's cache of plans, which replays what a writer returned at the first save."""
+    save_ids = rank_pool.run(save_again, str(tmp_path), caching)[0]
+    for states in rank_pool.run(read_again, str(tmp_path)):
+        for state, factor in zip(states, (3, 2, 3), strict=True):
+            assert_same(state, whole(factor))
+    assert len(set(save_ids)) == 3
+    assert read_manifest(open_store(tmp_path / "first")).save_id == save_ids[2]
+    assert read_manifest(open_store(tmp_path / "first")).replaces == (save_ids[0],)
 
 
 def refused_by_memory() -> list[dict[int, str]]:

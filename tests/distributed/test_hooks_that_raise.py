@@ -76,14 +76,6 @@ class UnprintableError(UnpicklableError):
         raise RuntimeError("An error without words.")
 
 
-class UnpicklableExit(BaseException):
-    """Exception that a signal handler may raise to end a job; no `except Exception` catches it."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.lock = threading.Lock()
-
-
 # What makes it, what the ranks then hear of, and a word of it.
 CAUSES: dict[str, tuple[Callable[[], BaseException], type[BaseException], str]] = {
     "ours": (lambda: SaveFailedError("On purpose.", tensor="w"), SaveFailedError, "On purpose. tensor='w'"),
@@ -92,17 +84,7 @@ CAUSES: dict[str, tuple[Callable[[], BaseException], type[BaseException], str]] 
     "unloadable": (lambda: UnloadableError("On purpose.", code=7), DcpRemoteError, "UnloadableError: On purpose."),
     "unprintable": (lambda: UnprintableError("On purpose."), DcpRemoteError, "UnprintableError"),
     "exit": (lambda: SystemExit("On purpose."), SystemExit, "On purpose."),
-    "interrupt": (lambda: KeyboardInterrupt("On purpose."), KeyboardInterrupt, "On purpose."),
-    "unpicklable-exit": (lambda: UnpicklableExit("On purpose."), DcpRemoteError, "UnpicklableExit: On purpose."),
 }
-
-
-def raising(cause: str) -> Callable[[], NoReturn]:
-    def action() -> NoReturn:
-        make, _, _ = CAUSES[cause]
-        raise make()
-
-    return action
 
 
 # ---- where
@@ -110,7 +92,12 @@ def raising(cause: str) -> Callable[[], NoReturn]:
 
 def here(hook: Callable[..., object], when: When, rank: int, cause: str) -> AbstractContextManager[None]:
     """Raise it there, if this is that rank."""
-    return at(hook, when, raising(cause)) if dist.get_rank() == rank else nullcontext()
+
+    def action() -> NoReturn:
+        make, _, _ = CAUSES[cause]
+        raise make()
+
+    return at(hook, when, action) if dist.get_rank() == rank else nullcontext()
 
 
 WRITER: dict[str, tuple[Callable[..., object], When]] = {
@@ -162,24 +149,20 @@ def save_and_load_elsewhere(path: Path) -> None:
     assert_is(template, THIRD)
 
 
-def failing_saves(path: Path, point: str, rank: int) -> dict[str, Ending | None]:
-    """One save after another in one group, each failed by another cause."""
+def fail_each(path: Path, what: str, point: str, rank: int) -> dict[str, Ending | None]:
+    """One save or load after another in one group, each failed by another cause; then both succeed."""
+    hook, when = (WRITER if what == "save" else READER)[point]
     endings = {}
     for cause in CAUSES:
-        with here(*WRITER[point], rank, cause):
-            endings[cause] = ending(lambda: save(path, NEW))
-    save_and_load_elsewhere(path)
-    return endings
-
-
-def failing_loads(path: Path, point: str, rank: int) -> dict[str, Ending | None]:
-    endings = {}
-    for cause in CAUSES:
-        with here(*READER[point], rank, cause):
-            endings[cause] = ending(lambda: dcp.load(state(0.0), storage_reader=RemoteReader(path)))
-    template = state(0.0)
-    dcp.load(template, storage_reader=RemoteReader(path))
-    assert_is(template, OLD)
+        with here(hook, when, rank, cause):
+            if what == "save":
+                endings[cause] = ending(lambda: save(path, NEW))
+            else:
+                endings[cause] = ending(lambda: dcp.load(state(0.0), storage_reader=RemoteReader(path)))
+    if what == "load":
+        template = state(0.0)
+        dcp.load(template, storage_reader=RemoteReader(path))
+        assert_is(template, OLD)
     save_and_load_elsewhere(path)
     return endings
 
@@ -187,14 +170,20 @@ def failing_loads(path: Path, point: str, rank: int) -> dict[str, Ending | None]
 # ---- the tests
 
 
-def assert_all_were_told(results: list[dict[str, Ending | None]], rank: int) -> None:
-    """Every rank raised torch's exception, which names this rank alone, and what it raised."""
+def assert_all_were_told(results: list[dict[str, Ending | None]], rank: int, *, of_metadata: bool = False) -> None:
+    """Every rank raised torch's exception, which names this rank alone, and what it raised.
+
+    An `Exception` that leaves `read_metadata` torch replaces by an AssertionError that quotes it.
+    """
     for result in results:
         assert list(result) == list(CAUSES)
         for cause, (_, kind, words) in CAUSES.items():
             ended = result[cause]
             assert ended is not None, cause
             assert list(ended.failures) == [rank], (cause, ended)
+            if of_metadata:
+                assert cause == "unprintable" or words.rpartition(": ")[2] in ended.text, (cause, ended)
+                continue
             assert type(ended.failures[rank]) is kind, (cause, ended)
             assert words in str(ended.failures[rank]), (cause, ended)
             assert f"(RANK {rank})" in ended.text, (cause, ended)
@@ -210,7 +199,7 @@ def test_a_save_in_which_a_rank_raises(point: str, rank: int, rank_pool: RankPoo
     does not tell them. The rank itself removes its own, unless all of `write_data` was done.
     """
     rank_pool.run(save, tmp_path / "checkpoint", OLD, ranks=RANKS)
-    results = rank_pool.run(failing_saves, tmp_path / "checkpoint", point, rank, ranks=RANKS)
+    results = rank_pool.run(fail_each, tmp_path / "checkpoint", "save", point, rank, ranks=RANKS)
     assert_all_were_told(results, rank)
     assert found(tmp_path / "checkpoint", len(RANKS)) == (NEW if point == "finish-committed" else OLD)
     if point in ("write_data", "resolve_data", "lookup_object", "waiting"):
@@ -227,37 +216,15 @@ def test_a_save_in_which_a_rank_raises(point: str, rank: int, rank_pool: RankPoo
 
 @pytest.mark.parametrize(("point", "rank"), places(READER))
 def test_a_load_in_which_a_rank_raises(point: str, rank: int, rank_pool: RankPool, tmp_path: Path) -> None:
-    """As for saves. Nothing in the store changes, and the next load of the same group has it all.
-
-    What is an `Exception` as it leaves `read_metadata`, torch replaces by an AssertionError that quotes it.
-    """
+    """As for saves. Nothing in the store changes, and the next load of the same group has it all."""
     rank_pool.run(save, tmp_path / "checkpoint", OLD, ranks=RANKS)
-    results = rank_pool.run(failing_loads, tmp_path / "checkpoint", point, rank, ranks=RANKS)
-    if point == "read_metadata":
-        assert_all_were_told_of_metadata(results, rank)
-    else:
-        assert_all_were_told(results, rank)
+    results = rank_pool.run(fail_each, tmp_path / "checkpoint", "load", point, rank, ranks=RANKS)
+    assert_all_were_told(results, rank, of_metadata=point == "read_metadata")
     assert found(tmp_path / "checkpoint", len(RANKS)) == OLD
     assert orphans(tmp_path / "checkpoint") == set()
 
 
-def assert_all_were_told_of_metadata(results: list[dict[str, Ending | None]], rank: int) -> None:
-    """Check the errors of all ranks; torch's AssertionError names its cause in its text alone, if at all."""
-    for result in results:
-        for cause, (_, _, words) in CAUSES.items():
-            ended = result[cause]
-            assert ended is not None, cause
-            assert list(ended.failures) == [rank], (cause, ended)
-            assert cause == "unprintable" or words.rpartition(": ")[2] in ended.text, (cause, ended)
-    count("hooks that raised", len(CAUSES))
-
-
 # ---- the store
-
-
-def made(cause: str) -> Callable[[], BaseException]:
-    make, _, _ = CAUSES[cause]
-    return make
 
 
 def failing_requests(path: Path, rank: int, cause: str) -> list[Ending | None]:
@@ -267,7 +234,7 @@ def failing_requests(path: Path, rank: int, cause: str) -> list[Ending | None]:
         for number in range(1, 100):
             store: ObjectStore = LocalStore(str(path))
             if dist.get_rank() == rank:
-                store = FaultyStore(store, [nth(number, "request", error=made(cause))])
+                store = FaultyStore(store, [nth(number, "request", error=CAUSES[cause][0])])
             endings.append(ending(lambda: attempt(store)))  # noqa: B023  # called here
             if endings[-1] is None:
                 break

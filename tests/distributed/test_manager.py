@@ -4,50 +4,35 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-import dcp_remote
 from dcp_remote import load
 from dcp_remote.errors import CheckpointNotFoundError
-from dcp_remote.run.gc import find_orphans
-from dcp_remote.storage import LocalStore
 from dcp_remote.testing.servers import S3Server
 from tests.distributed.managed import (
-    RESTORE_FAILURES,
-    SAVE_FAILURES,
     Ended,
-    ask_for_different_steps,
     assert_saved,
     count_collectives,
     evaluate_beside,
-    fail_to_restore,
-    fail_to_save,
+    fail_on_one_rank,
     guard_a_save,
     leave_by_an_error,
-    leave_without_a_verdict,
     look_and_save,
     miss_a_use,
-    own_values,
     restore_own,
-    resume_each,
-    save_empty_dicts,
+    resume,
     save_in_groups,
     save_own,
     save_steps,
-    save_to_restore,
     sent_by_saves,
     train_during_a_save,
     train_through,
 )
 from tests.support.rank_pool import RankPool
-from tests.support.states import equal
-from tests.support.training import STRATEGIES, Leaves, assert_same, full
+from tests.support.training import STRATEGIES, assert_same, full
 
 THREE, PAIR = range(3), range(2)
 MINE = Ended("KeyError", "'mine'")
@@ -56,44 +41,32 @@ MINE = Ended("KeyError", "'mine'")
 # ---- training, saved and resumed
 
 
-@pytest.fixture(scope="module")
-def runs(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Leaves, Leaves]]:
-    """A run by each strategy, each of another seed: its URL, the full state as it was saved, and three steps later."""
-    made = {}
-    rank_pool.run(dist.get_rank)  # all start at once, where one that imports torch alone would keep others waiting
-    for seed, (name, strategy) in enumerate(STRATEGIES.items()):
-        url = tmp_path_factory.mktemp(name).as_uri()
-        saved, later = rank_pool.run(train_through, name, url, seed, None, ranks=strategy.ranks)[0]
-        made[name] = url, saved, later
-    return made
-
-
-@pytest.mark.torture(smoke=False)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_strategy_resumes_what_any_other_saved(
-    strategy: str, rank_pool: RankPool, runs: Mapping[str, tuple[str, Leaves, Leaves]]
-) -> None:
+@pytest.mark.torture
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        ("fsdp-tp-2x2", "fsdp-tp-2x2"),
+        ("fsdp-4", "fsdp-3"),
+        ("ddp-2", "hsdp-2x2"),
+        ("hsdp-2x2", "tp-2"),
+        ("tp-2", "plain"),
+        ("fsdp-3", "fsdp-3"),
+        ("plain", "ddp-2"),
+    ],
+)
+def test_a_strategy_resumes_what_another_saved(saver: str, loader: str, rank_pool: RankPool, tmp_path: Path) -> None:
     """Saved while training went on, and restored on every rank to the bit; so are steps of the strategy that saved it.
 
-    Each resumes its own and two others, in turn: `test_strategies` has all of them. The oracle is torch: `full_tensor`
-    on the ranks that saved, and on the ranks that restored.
+    The oracle is torch: `full_tensor` on the ranks that saved, and on the ranks that restored.
     """
-    names = list(STRATEGIES)
-    savers = [names[(names.index(strategy) + shift) % len(names)] for shift in (0, 1, 3)]
-    urls = [runs[saver][0] for saver in savers]
-    for states in rank_pool.run(resume_each, strategy, urls, None, ranks=STRATEGIES[strategy].ranks):
-        for saver, (restored, later) in zip(savers, states, strict=True):
-            _, saved, expected = runs[saver]
-            assert_same(restored, saved, saver)
-            assert not torch.equal(later["/model/head.weight"], restored["/model/head.weight"])
-            if saver == strategy:
-                assert_same(later, expected, saver)
-
-
-def test_a_single_process_reads_a_run(runs: Mapping[str, tuple[str, Leaves, Leaves]]) -> None:
-    """`load` gives the newest, whole, of whatever ranks saved."""
-    for url, saved, _ in runs.values():
-        assert_same(full(load(url)), saved, url)
+    url = tmp_path.as_uri()
+    saved, expected = rank_pool.run(train_through, saver, url, 1, None, ranks=STRATEGIES[saver].ranks)[0]
+    for restored, later in rank_pool.run(resume, loader, url, None, ranks=STRATEGIES[loader].ranks):
+        assert_same(restored, saved)
+        assert not torch.equal(later["/model/head.weight"], restored["/model/head.weight"])
+        if saver == loader:
+            assert_same(later, expected)
+    assert_same(full(load(url)), saved)
 
 
 def test_on_s3(rank_pool: RankPool, s3_server: S3Server) -> None:
@@ -102,65 +75,27 @@ def test_on_s3(rank_pool: RankPool, s3_server: S3Server) -> None:
     s3_server.create_bucket(bucket)
     url, options = f"s3://{bucket}/a/run", s3_server.storage_options
     saved, _ = rank_pool.run(train_through, "fsdp-4", url, 1, options)[0]
-    for states in rank_pool.run(resume_each, "tp-2", [url], options, ranks=PAIR):
-        assert_same(states[0][0], saved)
+    for restored, _ in rank_pool.run(resume, "tp-2", url, options, ranks=PAIR):
+        assert_same(restored, saved)
     assert_same(full(load(url, storage_options=options)), saved)
-
-
-def test_empty_dicts_of_ranks_that_differ(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Kept where no rank has anything; where another has something, that counts. Restored by the ranks that saved."""
-    rank_pool.run(save_empty_dicts, tmp_path, ranks=THREE)
-    weight = torch.ones(2)
-    expected = {"a": {"x": weight, "deeper": {}}, "b": {}, "c": [{}, {"x": weight}], "d": {"e": {}}}
-    for step in (1, 2):
-        assert equal(load(tmp_path, step=step), expected)
 
 
 # ---- values of single ranks
 
 
 def test_values_of_single_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
-    """From four ranks to two and to four again: who is saved gets its own back, the rest keep theirs; one warning each.
-
-    Values of different types, of one type, equal ones, and random states, whose next numbers are compared.
-    """
-    four = rank_pool.run(save_own, tmp_path, 1)
-    for rank, (own, saved) in enumerate(zip(rank_pool.run(restore_own, tmp_path, None, 50), four, strict=True)):
-        assert_own(own.values, rank)
-        assert (own.step, own.draws, own.warnings) == (1, saved.draws, [])
-    for rank, (own, saved) in enumerate(
-        zip(rank_pool.run(restore_own, tmp_path, 1, 60, ranks=PAIR), four[:2], strict=True)
-    ):
-        assert_own(own.values, rank)
-        assert (own.step, own.draws, len(own.warnings)) == (1, saved.draws, int(rank == 0))
-        assert all(
-            "saved by 4 ranks and is restored by 2: values of others are left out" in one for one in own.warnings
-        )
-    two = rank_pool.run(save_own, tmp_path, 2, ranks=PAIR)
-    kept = rank_pool.run(restore_own, tmp_path, None, 70)
-    elsewhere = rank_pool.run(restore_own, tmp_path, 1, 70)
-    for rank, own in enumerate(kept):
-        assert own.step == 2
-        if rank in PAIR:
-            assert_own(own.values, rank)
-            assert own.draws == two[rank].draws
-        else:
-            assert own.values == [None, None, None]
-            assert own.draws not in [other.draws for other in (*two, *four, *elsewhere)]
-    assert [len(own.warnings) for own in kept] == [1, 0, 0, 0]
-    assert "saved by 2 ranks and is restored by 4" in kept[0].warnings[0]
-    assert "keys='per_rank.*'" in kept[0].warnings[0]
-    values = load(tmp_path, step=1, keys="per_rank.*")["per_rank"]
-    assert sorted(values) == ["0", "1", "2", "3"]
-    for rank in range(4):
-        assert_own([values[str(rank)][key] for key in ("different", "alike", "same")], rank)
-
-
-def assert_own(values: Sequence[object], rank: int) -> None:
-    """That these are the values of a rank."""
-    for value, expected in zip(values, own_values(rank), strict=True):
-        assert type(value) is type(expected)
-        assert np.array_equal(value, expected) if isinstance(expected, np.ndarray) else value == expected  # type: ignore[arg-type]  # of one type
+    """From three ranks to two, and to four: who saved gets its own back, the rest keep theirs; one warning each."""
+    drawn = rank_pool.run(save_own, tmp_path, ranks=THREE)
+    values = [{"files": ["a", "b"]}, "a text", (1, None, 2.5)]
+    for world_size in (2, 3, 4):
+        restored = rank_pool.run(restore_own, tmp_path, ranks=range(world_size))
+        found, next_numbers, warnings = zip(*restored, strict=True)
+        assert list(found) == [*values, "untouched"][:world_size]
+        assert list(next_numbers[:3]) == drawn[:world_size]
+        assert len({*next_numbers, *drawn}) == max(world_size, 3)
+        assert [len(told) for told in warnings] == [int(world_size != 3)] + [0] * (world_size - 1)
+        assert all(f"saved by 3 ranks and is restored by {world_size}" in told for told in warnings[0])
+    assert load(tmp_path, keys="per_rank.*.own")["per_rank"] == {str(n): {"own": one} for n, one in enumerate(values)}
 
 
 # ---- what is sent
@@ -202,133 +137,27 @@ def test_managers_of_several_groups_at_a_time(groups: list[list[int]], rank_pool
             assert_saved(urls[n], step, 10 * n + step, world_size=len(members))
 
 
-# ---- what fails on one rank
+# ---- what fails on one rank; `tests/manager/test_failing_ranks.py` has all of it
 
 
-def assert_named(endings: Sequence[Ended | None], victim: int, kind: str, word: str, *, others: str) -> None:
-    """That every rank raised: the victim its own error, the others one that names it and says why."""
-    for rank, ending in enumerate(endings):
-        assert ending is not None, rank
-        assert ending.kind == (kind if rank == victim else others), (rank, ending)
-        assert word in ending.text, (rank, ending)
-        if rank != victim:
-            assert ending.rank == victim, (rank, ending)
-
-
-SAVE_CASES = [
-    (failure, victim)
-    for failure in SAVE_FAILURES
-    for victim in (0, 2)
-    if victim == 0 or failure != "create_global_plan"  # which the coordinator calls
-]
-
-
-@pytest.mark.parametrize(("failure", "victim"), SAVE_CASES)
-def test_a_save_that_fails_on_one_rank(failure: str, victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
-    """In the foreground and in the background: every rank raises, and names it; tried again at once, it succeeds."""
-    kind, word, others = {
-        "object": ("UnsafeObjectError", "NeedsCode", "UnsafeObjectError"),
-        "upload": ("SaveFailedError", "An injected refusal", "SaveFailedError"),
-        "unpicklable": ("UnpicklableError", "in create_local_plan", "SaveFailedError"),
-        "copy": ("UnsafeObjectError", "Uncopyable", "UnsafeObjectError"),  # in the foreground it cannot be stored
-    }.get(failure, ("ZeroDivisionError", f"in {failure}", "SaveFailedError"))
-    endings = rank_pool.run(fail_to_save, tmp_path, failure, victim, ranks=THREE)
-    for number in (0, 1):
-        assert_named([both[number] for both in endings], victim, kind, word, others=others)
-    for step in (1, 2):
-        assert_saved(tmp_path, step, step, world_size=3)
-    # Neither of the rank that failed nor of those that had put all of theirs.
-    assert find_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
-
-
-def test_a_rank_that_hears_of_no_end(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Hide the end of a save from a rank: at the next save the coordinator finds out if its shards were committed."""
-    endings = rank_pool.run(leave_without_a_verdict, tmp_path, 2, ranks=THREE)
-    assert all(ending is not None for (ending,) in endings)
-    for step in (1, 3):
-        assert_saved(tmp_path, step, step, world_size=3)
-    assert find_orphans(LocalStore(str(tmp_path)), grace_seconds=0).old == ()
-
-
-RESTORE_CASES = [
-    (failure, victim)
-    for failure in RESTORE_FAILURES
-    for victim in (0, 2)
-    if victim == 0 or failure != "manifest refused"  # which the coordinator alone does
-]
-
-
-@pytest.mark.parametrize(("failure", "victim"), RESTORE_CASES)
-def test_a_restore_that_fails_on_one_rank(failure: str, victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
-    """Every rank raises, and names it; nothing counts as restored, until a restore that succeeds on all."""
-    rank_pool.run(save_to_restore, tmp_path, ranks=THREE)
-    kind, word, others = {
-        "template": ("StateMismatchError", "unknown", "StateMismatchError"),
-        "read refused": ("PermissionDeniedError", "An injected refusal", "PermissionDeniedError"),
-        "read flipped": ("CorruptCheckpointError", "shards/", "CorruptCheckpointError"),
-        "manifest refused": ("PermissionDeniedError", "An injected refusal", "PermissionDeniedError"),
-    }.get(failure, ("ZeroDivisionError", f"in {failure}", "DcpRemoteError"))
-    endings = rank_pool.run(fail_to_restore, tmp_path, failure, victim, ranks=THREE)
-    assert_named([both[0] for both in endings], victim, kind, word, others=others)
-    for _, unsaved in endings:
-        assert unsaved is not None
-        assert unsaved.kind == "CheckpointExistsError"
-    newest = dcp_remote.latest(tmp_path)
-    assert newest is not None
-    assert newest.step == 5
-
-
-def test_ranks_that_ask_for_different_steps(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Save or restore different steps: refused on all ranks, with the steps; with one step the call works."""
-    for saved, saved_in_background, restored in rank_pool.run(ask_for_different_steps, tmp_path, ranks=THREE):
-        for ending in (saved, saved_in_background):
-            assert ending is not None
-            assert ending.kind == "SaveFailedError", ending
-            assert "instead of the save of step 10" in ending.text
-            assert "the save of step 11" in ending.text or "the save of step 12" in ending.text
+@pytest.mark.parametrize("victim", [0, 2])
+def test_what_fails_on_one_rank(victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
+    """Every rank raises, and names it; tried again, the same works."""
+    for saved, restored in rank_pool.run(fail_on_one_rank, tmp_path, victim, ranks=THREE):
+        assert saved is not None
+        assert (saved.kind, saved.rank) == ("SaveFailedError", victim)
         assert restored is not None
-        assert restored.kind == "InvalidArgumentError", restored
-        assert "[1, 2, 1]" in restored.text
-    for step in (1, 2, 3):
-        assert_saved(tmp_path, step, step, world_size=3)
-
-
-def test_leaving_a_block_by_an_error_of_all(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Each rank raises what is its own; the save that was under way is committed."""
-    for ending in rank_pool.run(leave_after_all_raised, tmp_path, ranks=THREE):
-        assert ending == Ended("KeyError", "'mine'")
+        assert restored.kind == "PermissionDeniedError"
+        assert "An injected refusal" in restored.text
     assert_saved(tmp_path, 1, 1, world_size=3)
 
 
-def leave_after_all_raised(path: Path) -> Ended | None:
-    return leave_by_an_error(path, list(THREE), before=False)
-
-
-@pytest.mark.torture
-@pytest.mark.parametrize("victim", [0, 2])
-def test_leaving_a_block_by_an_error_of_one(victim: int, rank_pool: RankPool, tmp_path: Path) -> None:
-    """Before it saves: the others are told that it has gone. After: the save is committed, and nobody else raises."""
-    before = rank_pool.run(leave_before_one_saves, tmp_path / "before", victim, ranks=THREE)
-    for rank, ending in enumerate(before):
-        assert ending is not None
-        if rank == victim:
-            assert ending == Ended("KeyError", "'mine'")
-        else:
-            assert ending.kind == "SaveFailedError", ending
-            assert "the save of step 1" in ending.text
-    with pytest.raises(CheckpointNotFoundError):
-        load(tmp_path / "before")
-    after = rank_pool.run(leave_after_one_saved, tmp_path / "after", victim, ranks=THREE)
-    assert [ending and ending.kind for ending in after] == ["KeyError" if rank == victim else None for rank in THREE]
-    assert_saved(tmp_path / "after", 1, 1, world_size=3)
-
-
-def leave_before_one_saves(path: Path, victim: int) -> Ended | None:
-    return leave_by_an_error(path, [victim], before=True)
-
-
-def leave_after_one_saved(path: Path, victim: int) -> Ended | None:
-    return leave_by_an_error(path, [victim], before=False)
+@pytest.mark.parametrize("raising", [[0, 1, 2], [2]], ids=str)
+def test_leaving_a_block_by_an_error(raising: list[int], rank_pool: RankPool, tmp_path: Path) -> None:
+    """Each of these ranks raises what is its own; the save that was under way is committed."""
+    endings = rank_pool.run(leave_by_an_error, tmp_path, raising, ranks=THREE)
+    assert endings == [MINE if rank in raising else None for rank in THREE]
+    assert_saved(tmp_path, 1, 1, world_size=3)
 
 
 def test_a_save_under_a_condition_on_the_rank(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -339,7 +168,7 @@ def test_a_save_under_a_condition_on_the_rank(rank_pool: RankPool, tmp_path: Pat
     assert ending.kind == "SaveTimeoutError"
     assert " have not called the save of step 2 within 1 s of rank 0 (" in ending.text
     # Both wait until rank 0 is ready, by a loop that calls a function.
-    assert re.search(r"now='1: (wait_until \(rank_threads\.py|<lambda> \(managed\.py):", ending.text)
+    assert re.search(r"now='1: (wait_until \(points\.py|<lambda> \(managed\.py):", ending.text)
     for step in (1, 3):
         assert_saved(tmp_path, step, step, world_size=3)
     with pytest.raises(CheckpointNotFoundError):

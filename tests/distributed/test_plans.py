@@ -13,7 +13,6 @@ from tests.distributed.planning import (
     ROWS,
     plans_around_failures,
     plans_of_saves,
-    plans_of_two_managers,
     share_replicas,
     unlike_replicas,
 )
@@ -76,16 +75,6 @@ def test_plans_are_exchanged_when_the_structure_changes(
         return
     for step, change in enumerate(changes, 1):
         assert_holds(tmp_path, step, change, step)
-
-
-def test_two_managers_do_not_share_plans(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Torch's own cache would: it goes by the name of the planner's class."""
-    paths = [tmp_path / "one", tmp_path / "other"]
-    for exchanged in rank_pool.run(plans_of_two_managers, paths):
-        assert exchanged == [1, 1, 0, 0, 0, 0]
-    for step in (1, 2, 3):
-        assert_holds(paths[0], step, "", step)
-        assert_holds(paths[1], step, "dtype of one rank", step)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

@@ -12,11 +12,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,16 @@ from dcp_remote.manager.preemption import Agreement, Moment, Preemption
 from dcp_remote.manager.save_policy import SavePolicy
 from dcp_remote.storage import MemoryStore
 from tests.support.rank_pool import RankPool
-from tests.support.rank_threads import RankThreads, held, join, managers_of, rank_threads, wait_until
+from tests.support.rank_threads import (
+    Clock,
+    LostStore,
+    RankThreads,
+    held,
+    join,
+    manager_threads,
+    rank_threads,
+    wait_until,
+)
 
 # ---- every interleaving
 
@@ -212,25 +220,6 @@ def test_every_interleaving(terms: Terms, endings: set[int | None]) -> None:
     assert found == endings
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_interleavings(seed: int) -> None:
-    """Play random orders with more ranks and more steps."""
-    rng = random.Random(seed)
-    for _ in range(100):
-        world_size = rng.randrange(2, 6)
-        steps: tuple[int | None, ...] = tuple(range(0, rng.randrange(4, 30), rng.randrange(1, 4)))
-        for _ in range(rng.randrange(3)):  # some steps again
-            steps = (*steps, rng.choice([None, steps[-1]]), *steps[rng.randrange(len(steps)) :])
-        some = [frozenset(rank for rank in range(world_size) if rng.random() < 0.4) for _ in range(2)]
-        world = World(Terms(steps, world_size, some[0], some[1], in_step=rng.random() < 0.7))
-        for _ in range(rng.randrange(200)):
-            actions = world.actions()
-            if not actions:
-                break
-            world.act(rng.choice(actions))
-        world.finish()
-
-
 # ---- threads
 
 
@@ -279,47 +268,6 @@ def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
             assert [one.value for one in them.run(save)] == [world_size] * world_size
 
 
-def test_nobody_asks() -> None:
-    """Ask no rank: no rank stops, and there is no notice to count down."""
-    with rank_threads(2, beat_seconds=0.01) as them:
-        preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
-        assert train(them, preemptions, steps=50, asked={}) == [None, None]
-        assert [one.remaining_seconds() for one in preemptions] == [None, None]
-
-
-def test_a_rank_that_has_not_begun_to_train() -> None:
-    """Let one rank start late: the others know at once at which step to stop, and the late rank stops there, too."""
-    with rank_threads(2, beat_seconds=0.01) as them:
-        early, late = (Preemption(ranks, 20.0) for ranks in them.ranks)
-        assert not early.reached(1)
-        late.record_signal()
-        wait_until(early._agreement.settled.is_set)
-        assert early.reached(2)
-        wait_until(late._agreement.settled.is_set)
-        assert [late.reached(step) for step in (1, 2, 3)] == [False, True, False]
-
-
-@pytest.mark.parametrize("is_early", [False, True])
-def test_a_training_that_goes_back(is_early: bool) -> None:
-    """Restore: steps asked about before count no more, but a decision made before still ends the job."""
-    with rank_threads(2, beat_seconds=0.01) as them:
-        preemptions = [Preemption(ranks, 20.0) for ranks in them.ranks]
-
-        def agree() -> None:
-            preemptions[0].record_signal()
-            wait_until(lambda: all(one._agreement.settled.is_set() for one in preemptions))
-
-        assert not any(one.reached(step) for step in range(1, 31) for one in preemptions)
-        if is_early:
-            agree()
-        for one in preemptions:
-            one.count_restore()
-        if not is_early:
-            assert not any(one.reached(5) for one in preemptions)
-            agree()
-        assert [one.reached(6) for one in preemptions] == [True, True]
-
-
 def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     """Let ranks stop and go on: another rank gets the next notice, each has new time, and all stop again."""
     clock = Clock()
@@ -350,22 +298,6 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
     assert [sum(begin in text for text in texts) for begin in ("has expired", "SIGTERM has arrived:")] == [9, 3]
 
 
-def test_a_rank_goes_back_while_another_is_asked() -> None:
-    """Publish the moment of one rank before its restore, of the other after: both stop where neither has passed."""
-    with rank_threads(2, beat_seconds=0.01) as them:
-        one, other = (Preemption(ranks, 20.0) for ranks in them.ranks)
-        assert not one.reached(30)
-        assert not other.reached(30)
-        with held(them.ranks[1]):
-            one.record_signal()
-            wait_until(lambda: one._agreement._is_published)
-            one.count_restore()
-            other.count_restore()
-            assert not other.reached(5)
-        wait_until(lambda: one._agreement.settled.is_set() and other._agreement.settled.is_set())
-        assert [one.reached(5), one.reached(6), other.reached(6)] == [False, True, True]
-
-
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the warnings of ranks that stop without a save."""
     return [text for record in caplog.records if "agree on no step" in (text := record.getMessage())]
@@ -392,19 +324,6 @@ def test_ranks_that_cannot_agree_stop_without_a_save(caplog: pytest.LogCaptureFi
     assert f"there is no answer of rank 2 ({them.ranks[2].heartbeat.process})" in first  # type: ignore[union-attr]
 
 
-def test_a_silent_coordinator_holds_nobody_up_for_ever() -> None:
-    """Keep the coordinator silent: a rank that gives up writes that no step is decided; the coordinator reads it."""
-    with rank_threads(2, beat_seconds=0.01) as them:
-        preemptions = [Preemption(ranks, 0.3) for ranks in them.ranks]
-        with held(them.ranks[0]):
-            preemptions[1].record_signal()
-            wait_until(preemptions[1]._agreement.heard.is_set)
-            assert not preemptions[1].reached(1)
-        wait_until(preemptions[0]._agreement.settled.is_set)
-        assert preemptions[0]._agreement.decided is None
-        assert not any(one.reached(2) for one in preemptions)
-
-
 def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +345,36 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
     assert len(warnings_of(caplog)) == 1
 
 
+def wait_for_heartbeats(groups: Sequence[RankGroup]) -> None:
+    """Wait until each rank has written its heartbeat, and then each has read those of the others."""
+    for _ in range(2):
+        beats = [threading.Semaphore(0) for _ in groups]
+        for group, beat in zip(groups, beats, strict=True):
+            assert group.heartbeat is not None
+            group.heartbeat.add_hook(lambda _, beat=beat: beat.release())  # type: ignore[misc]  # mypy infers no default
+        assert all(beat.acquire(timeout=30) for beat in beats for _ in range(2))
+
+
+def test_silence_is_longer_where_heartbeats_are_seldom() -> None:
+    """Thousands of ranks write a heartbeat every few seconds: a rank counts as gone after two of the longest pauses."""
+    clock = Clock()
+    with rank_threads(3, beat_seconds=0.01) as them:
+        preemptions = [Preemption(ranks, 600.0, clock=clock) for ranks in them.ranks]
+        assert not any(one.reached(1) for one in preemptions)
+        living = [them.ranks[0], them.ranks[2]]
+        for ranks in living:
+            assert ranks.heartbeat is not None
+            ranks.heartbeat.delay_seconds_max = 10.0
+        with held(them.ranks[1]):
+            preemptions[0].record_signal()
+            wait_until(lambda: all(preemptions[ranks.rank]._watched_round for ranks in living))
+            for seconds in (5.0, 10.0, 15.0, 20.0):
+                assert not preemptions[0]._agreement.settled.is_set(), seconds
+                clock.now += 5.0
+                wait_for_heartbeats(living)
+            wait_until(preemptions[0]._agreement.settled.is_set)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(lost: int, caplog: pytest.LogCaptureFixture) -> None:
     """A rank leaves, as by an error; or is silent for long, as if killed. The log says which, and where that was."""
@@ -442,7 +391,9 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(lost: int, caplog: py
                 preemptions[living[0]].record_signal()
                 if not is_closed:
                     wait_until(lambda: all(preemptions[rank]._watched_round for rank in living))  # noqa: B023
-                    clock.now += 10.0
+                    for _ in range(2):  # a rank that lives is seen in between
+                        clock.now += 5.0
+                        wait_for_heartbeats([them.ranks[rank] for rank in living])
                 for rank in living:
                     wait_until(preemptions[rank]._agreement.settled.is_set)
                     assert not preemptions[rank].reached(2)
@@ -470,13 +421,12 @@ def test_a_rank_that_is_cut_off_stops_in_time(caplog: pytest.LogCaptureFixture) 
         assert preemptions[1].remaining_seconds() == 8.0
 
 
-def test_what_a_loop_is_told_if_the_ranks_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_loop_is_told_if_the_ranks_cannot_agree() -> None:
     """It saves no more, since the others would not come, and ends; the next notice counts like the first."""
-    with rank_threads(2, beat_seconds=0.01) as them:
-        policy = SavePolicy(every_steps=10)
-        managers = managers_of(them, MemoryStore(), monkeypatch, save_policy=policy, notice_seconds=0.3)
-        manager = managers[1]
-        with held(them.ranks[0]):
+    policy = SavePolicy(every_steps=10)
+    with manager_threads(2, MemoryStore(), beat_seconds=0.01, save_policy=policy, notice_seconds=0.3) as ranks:
+        manager = ranks.managers[1]
+        with held(ranks.groups.ranks[0]):
             manager._preemption.record_signal()
             assert [manager.should_save(step) for step in (1, 2)] == [False, False]
             wait_until(lambda: manager.should_stop)
@@ -484,26 +434,6 @@ def test_what_a_loop_is_told_if_the_ranks_cannot_agree(monkeypatch: pytest.Monke
         wait_until(lambda: manager._preemption.remaining_seconds() == 0.0)
         manager._preemption.forget_expired_notice()
         assert not manager.should_stop
-        for one in reversed(managers):
-            one.close()
-
-
-class LostStore:
-    """Store of a group that stops answering on demand, and records the threads that use it."""
-
-    lost = False
-
-    def __init__(self) -> None:
-        self._store = dist.HashStore()
-        self.threads: set[int] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        self.threads.add(threading.get_ident())
-        if self.lost:
-            raise dist.DistNetworkError("Broken pipe")
-        if name == "clone":
-            raise AttributeError(name)
-        return getattr(self._store, name)
 
 
 def test_a_training_that_nobody_stops_asks_the_store_nothing() -> None:
@@ -523,7 +453,7 @@ def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
     store = LostStore()
     ranks = RankGroup(0, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     preemption = Preemption(ranks, 20.0)
-    store.lost = True
+    store.is_lost = True
     wait_until(lambda: ranks.heartbeat.gone)  # type: ignore[union-attr]
     with caplog.at_level(logging.WARNING):
         assert not preemption.reached(1)
@@ -537,14 +467,6 @@ def test_a_store_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # ---- signals
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -595,14 +517,6 @@ def test_a_rank_that_is_alone(before: list[int], after: list[int]) -> None:
     assert not any(preemption.reached(step) for step in before)
     preemption.record_signal()
     assert [preemption.reached(step) for step in after] == [step == after[0] for step in after]
-
-
-def test_without_a_notice_nothing_counts_down() -> None:
-    """Give no notice: the seconds left are not known."""
-    preemption = Preemption(RankGroup(0, 1, None))
-    preemption.record_signal()
-    assert preemption.remaining_seconds() is None
-    assert preemption.reached(1)
 
 
 @pytest.fixture

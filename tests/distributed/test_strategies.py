@@ -5,18 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -120,40 +112,3 @@ def test_a_tensor_is_loaded_into_another_layout(shift: int, rank_pool: RankPool,
     rank_pool.run(save_layouts, str(tmp_path))
     for loaded, expected in rank_pool.run(load_layouts, str(tmp_path), shift):
         assert_same(loaded, expected)
-
-
-def save_flattened(url: str) -> Leaves:
-    training = trained("fsdp-3", seed=1)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = {
-        "model": get_model_state_dict(training.model),
-        "optim": get_optimizer_state_dict(training.model, training.optimizer, options=options),
-    }
-    dcp.save(state, storage_writer=RemoteWriter(url))
-    return full(state)
-
-
-def load_flattened(url: str) -> Leaves:
-    training = trained("fsdp-tp-2x2", seed=2)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(training.model),
-        "optim": get_optimizer_state_dict(training.model, training.optimizer, options=options),
-    }
-    dcp.load(state, storage_reader=RemoteReader(url))
-    set_model_state_dict(training.model, state["model"])
-    set_optimizer_state_dict(training.model, training.optimizer, state["optim"], options=options)
-    return full(
-        {
-            "model": get_model_state_dict(training.model),
-            "optim": get_optimizer_state_dict(training.model, training.optimizer, options=options),
-        }
-    )
-
-
-@pytest.mark.torture(smoke=False)
-def test_a_flattened_optimizer_state_changes_strategy(rank_pool: RankPool, tmp_path: Path) -> None:
-    """As torchtitan saves it, with `flatten_optimizer_state_dict`: from FSDP to FSDP with tensor parallelism."""
-    expected = rank_pool.run(save_flattened, str(tmp_path), ranks=(0, 1, 2))[0]
-    for state in rank_pool.run(load_flattened, str(tmp_path)):
-        assert_same(state, expected)

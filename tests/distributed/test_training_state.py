@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial
@@ -21,7 +20,7 @@ from dcp_remote import PerRank, RandomStates, training_state
 from dcp_remote.errors import DcpRemoteError
 from tests.distributed.managed import managing
 from tests.support.rank_pool import RankPool
-from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full
+from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full, gathered
 
 PAIR = (0, 1)
 
@@ -130,21 +129,7 @@ def fsdp1(seed: int, *, steps: int) -> dict[str, Any]:
     return training_state(model=model, optimizer=optimizer, random_states=False)
 
 
-def whole(value: Any) -> Any:
-    """A state with every ShardedTensor put together from what the ranks hold."""
-    if isinstance(value, dict):
-        return {key: whole(inner) for key, inner in value.items()}
-    if not isinstance(value, ShardedTensor):
-        return value
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()])
-    result = torch.full(tuple(value.size()), torch.nan)
-    for offsets, part in (shard for shards in held for shard in shards):
-        result[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
-    return result
-
-
-def through_fsdp1(url: str, *, saves: bool) -> Leaves:
+def through_fsdp1(url: str, saves: bool) -> Leaves:
     """Save after a step, or restore into a fresh training; return the whole state."""
     state = fsdp1(1 if saves else 2, steps=1 if saves else 0)
     with managing(url) as checkpoints:
@@ -152,23 +137,15 @@ def through_fsdp1(url: str, *, saves: bool) -> Leaves:
             checkpoints.save(1, state, wait=True)
         else:
             checkpoints.restore(state)
-    return full(whole({key: value.state_dict() for key, value in state.items()}))
-
-
-def save_fsdp1(url: str) -> Leaves:
-    return through_fsdp1(url, saves=True)
-
-
-def restore_fsdp1(url: str) -> Leaves:
-    return through_fsdp1(url, saves=False)
+    return full(gathered({key: value.state_dict() for key, value in state.items()}))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_older_fsdp_where_a_rank_owns_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
     """Save on two ranks, restore on three: the states are equal, groups included."""
     url = tmp_path.as_uri()
-    expected = rank_pool.run(save_fsdp1, url, ranks=PAIR)[0]
-    for found in rank_pool.run(restore_fsdp1, url, ranks=(0, 1, 2)):
+    expected = rank_pool.run(through_fsdp1, url, True, ranks=PAIR)[0]
+    for found in rank_pool.run(through_fsdp1, url, False, ranks=(0, 1, 2)):
         assert_same(found, expected)
 
 
@@ -213,7 +190,7 @@ def restore_stateless(url: str) -> tuple[int, float]:
 def test_the_older_fsdp_makes_no_states_that_are_not_loaded(rank_pool: RankPool, tmp_path: Path) -> None:
     """Exclude the states, save before the first step, restore a checkpoint without states: the optimizer has none."""
     trained, fresh, plain = ((tmp_path / name).as_uri() for name in ("trained", "fresh", "plain"))
-    rank_pool.run(save_fsdp1, trained, ranks=PAIR)
+    rank_pool.run(through_fsdp1, trained, True, ranks=PAIR)
     assert set(rank_pool.run(restore_fsdp1_in_part, trained, "optim.*", ranks=PAIR)) == {(0, 0.005, 1.0)}
     assert set(rank_pool.run(restore_fsdp1_in_part, trained, "optim.state.*", ranks=PAIR)) == {(0, 0.01, 1.0)}
     assert rank_pool.run(save_fresh, fresh, "fsdp1", ranks=PAIR) == [0, 0]
@@ -301,7 +278,7 @@ class Moments(torch.optim.Optimizer):
                 parameter.sub_(state["moment"], alpha=self.param_groups[0]["lr"])
 
 
-def moments(wrapper: str, url: str, *, saves: bool) -> tuple[Leaves, dict[str, torch.dtype]]:
+def moments(wrapper: str, url: str, saves: bool) -> tuple[Leaves, dict[str, torch.dtype]]:
     """Save a bf16 training after two steps, or restore into a fresh one; return its whole states, and their dtypes."""
     torch.manual_seed(1 if saves else 2)
     linear = nn.Linear(4, 6, bias=False).bfloat16()
@@ -321,15 +298,7 @@ def moments(wrapper: str, url: str, *, saves: bool) -> tuple[Leaves, dict[str, t
         else:
             assert checkpoints.restore(state) == 1
     dtypes = {key: value.dtype for one in optimizer.state.values() for key, value in one.items()}
-    return full(whole({"optim": state["optim"].state_dict()})), dtypes
-
-
-def save_moments(wrapper: str, url: str) -> tuple[Leaves, dict[str, torch.dtype]]:
-    return moments(wrapper, url, saves=True)
-
-
-def restore_moments(wrapper: str, url: str) -> tuple[Leaves, dict[str, torch.dtype]]:
-    return moments(wrapper, url, saves=False)
+    return full(gathered({"optim": state["optim"].state_dict()})), dtypes
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -337,8 +306,8 @@ def restore_moments(wrapper: str, url: str) -> tuple[Leaves, dict[str, torch.dty
 def test_states_keep_their_dtypes_when_they_are_resharded(wrapper: str, rank_pool: RankPool, tmp_path: Path) -> None:
     """Save fp32 moments of bf16 weights on two ranks, restore on three."""
     url = tmp_path.as_uri()
-    expected, _ = rank_pool.run(save_moments, wrapper, url, ranks=PAIR)[0]
-    for found, dtypes in rank_pool.run(restore_moments, wrapper, url, ranks=(0, 1, 2)):
+    expected, _ = rank_pool.run(moments, wrapper, url, True, ranks=PAIR)[0]
+    for found, dtypes in rank_pool.run(moments, wrapper, url, False, ranks=(0, 1, 2)):
         assert_same(found, expected)
         assert dtypes == {"moment": torch.float32, "count": torch.int64}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,8 @@ from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DcpRemoteError,
-    UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
-from dcp_remote.format.document import VERSION, seal, unseal
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.storage import MemoryStore, ObjectStore
 from tests.support.manifests import decode
@@ -161,10 +158,10 @@ def test_without_damage(saved: Saved) -> None:
 
 
 def test_a_shard_that_is_cut_off(saved: Saved) -> None:
-    """With a shard cut at any twentieth, whole reads name the shard; partial reads fail or did not need the part."""
+    """With a shard cut anywhere, whole reads name the shard; partial reads fail or did not need the part."""
     for number, key in enumerate(saved.manifest.shards.keys):
         data = saved.shard(number)
-        for twentieth in range(20):
+        for twentieth in range(0, 20, 3):
             saved.put(key, data[: len(data) * twentieth // 20])
             found = dict(errors(saved))
             for name in ("whole", "without a template"):
@@ -182,7 +179,7 @@ def test_a_flipped_bit_in_the_data(saved: Saved) -> None:
     for number, key in enumerate(shards.keys):
         data = saved.shard(number)
         start, stop = int(shards.data_starts[number]), len(data)
-        for position in {*range(start, stop, 20_011), stop - 1}:
+        for position in {*range(start, stop, 40_009), stop - 1}:
             damaged = bytearray(data)
             damaged[position] ^= 1 << (position % 8)
             saved.put(key, damaged)
@@ -204,7 +201,7 @@ def test_a_flipped_bit_in_a_block_table(saved: Saved) -> None:
     stop = int(shards.data_starts[number])
     start = stop - int(shards.table_lengths[number])
     assert start < stop
-    for position in range(start, stop):
+    for position in range(start, stop, 5):
         damaged = bytearray(data)
         damaged[position] ^= 1 << (position % 8)
         saved.put(key, damaged)
@@ -252,34 +249,17 @@ def test_a_missing_shard(saved: Saved) -> None:
         saved.store.space.objects[key] = data
 
 
-def test_a_missing_manifest(saved: Saved) -> None:
-    """Without a manifest there is no checkpoint, as after an interrupted save; the next save succeeds."""
-    saved.put(MANIFEST_KEY, None)
+@pytest.mark.parametrize("instead", [None, manifest_json.make_tombstone("0" * 32, ())], ids=["nothing", "a tombstone"])
+def test_a_missing_manifest(saved: Saved, instead: bytes | None) -> None:
+    """Without a manifest, or with a tombstone of gc, there is no checkpoint; the next save needs no overwrite=True."""
+    saved.put(MANIFEST_KEY, instead)
     assert {type(error) for _, error in errors(saved)} == {CheckpointNotFoundError}
     dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(saved.store))
     assert load(saved.store) == {"x": torch.tensor(1)}
 
 
-def test_a_tombstone(saved: Saved) -> None:
-    """A tombstone of gc is no checkpoint, and a save replaces it without overwrite=True."""
-    saved.put(MANIFEST_KEY, manifest_json.make_tombstone("0" * 32, ()))
-    assert {type(error) for _, error in errors(saved)} == {CheckpointNotFoundError}
-    dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(saved.store))
-    assert load(saved.store) == {"x": torch.tensor(1)}
-
-
-def test_a_manifest_that_is_cut_off(saved: Saved) -> None:
-    """A manifest cut at any hundredth is refused."""
-    data = saved.store.space.objects[MANIFEST_KEY].data
-    for hundredth in range(100):
-        saved.put(MANIFEST_KEY, data[: len(data) * hundredth // 100])
-        with pytest.raises(CorruptCheckpointError):
-            load(saved.store)
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"", b"{}", b"null", b"[1]", b"\x28\xb5\x2f\xfd" + b"x" * 50, b"\xff" * 100, b"<html>", b"{" * 10_000]
-)
+# `tests/attacks` has all of them.
+@pytest.mark.parametrize("garbage", [b"", b"{}", b"\x28\xb5\x2f\xfd" + b"x" * 50, b"<html>"])
 def test_garbage_in_place_of_a_manifest(saved: Saved, garbage: bytes) -> None:
     """Garbage in place of the manifest is refused by reads; a save replaces it only with overwrite=True."""
     saved.put(MANIFEST_KEY, garbage)
@@ -290,34 +270,3 @@ def test_garbage_in_place_of_a_manifest(saved: Saved, garbage: bytes) -> None:
     assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
     dcp.save({"x": 1}, storage_writer=RemoteWriter(saved.store, overwrite=True))
     assert load(saved.store) == {"x": 1}
-
-
-def test_a_manifest_of_another_version(saved: Saved) -> None:
-    """Another version is refused by its number, whatever other fields there are."""
-    for found in (b'"version":"9"', b'"version":"1-draft.3"'):
-        data = saved.store.space.objects[MANIFEST_KEY].data
-        known = f'"version":"{VERSION}"'.encode()
-        assert known in data
-        saved.put(MANIFEST_KEY, seal(unseal(data).replace(known, found)))
-        assert {type(error) for _, error in errors(saved)} == {UnsupportedFormatError}
-        saved.put(MANIFEST_KEY, data)
-
-
-def test_a_flipped_bit_in_the_manifest(saved: Saved) -> None:
-    """A flipped bit in each byte of the manifest gives a typed error, or exactly the saved data."""
-    data = saved.store.space.objects[MANIFEST_KEY].data
-    wrong: list[Any] = []
-    for position in range(len(data)):
-        damaged = bytearray(data)
-        damaged[position] ^= 1 << (position % 8)
-        saved.put(MANIFEST_KEY, damaged)
-        try:
-            found = flat(load(saved.store))
-        except DcpRemoteError:
-            continue
-        try:
-            assert found.keys() == {*WHOLES, "text", "step", "names"}
-            check_equal(found)
-        except AssertionError:
-            wrong.append((position, bytes(damaged[max(0, position - 30) : position + 10])))
-    assert not wrong

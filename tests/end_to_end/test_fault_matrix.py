@@ -9,38 +9,27 @@ orphans were removed. Ranks are simulated in one process, and pauses are those o
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
 
 import pytest
 
 from dcp_remote import RemoteReader
-from dcp_remote.common.deadline import RetryPolicy
-from dcp_remote.errors import (
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    ConditionFailedError,
-    DcpRemoteError,
-    PermissionDeniedError,
-    SaveFailedError,
-    StorageError,
-)
+from dcp_remote.errors import CommitUnknownError, DcpRemoteError, SaveFailedError, StorageError
 from dcp_remote.format.manifest import MANIFEST_KEY
-from dcp_remote.run import conditional_put
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.saving import uploads
-from dcp_remote.storage import MemoryStore, retrying
+from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Verb
-from dcp_remote.testing import Fault, FaultyStore, matching, nth
+from dcp_remote.testing import FaultyStore, matching
+from tests.support import faults
+from tests.support.faults import CRASHES, NO_ANSWER, ONCE, CrashError, Way, denied
 from tests.support.figures import count
-from tests.support.histories import run_histories
 from tests.support.simulated_ranks import load_as_ranks
 from tests.support.valued_states import found, named, put_orphans, save, shards_in, states, value_of
 
-pytestmark = pytest.mark.torture
+pytestmark = [pytest.mark.torture, pytest.mark.usefixtures("short_pauses", "_short_cleanup")]
 
 OLD, NEW, NEXT = 1.0, 2.0, 3.0
 
@@ -48,66 +37,12 @@ OLD, NEW, NEXT = 1.0, 2.0, 3.0
 PATIENCE_SECONDS = 30.0
 FOR_EVER_SECONDS = 0.3
 
-Way: TypeAlias = Literal[
-    "request lost",
-    "response lost",
-    "late by one request",
-    "late by three requests",
-    "late by all requests",
-    "409",  # S3's answer to a conditional write while another one is under way; nothing was written
-    "412 on our own write",  # carried out, repeated by a client that lost the answer, and refused then
-    "503 for a while",
-    "503 for ever",
-    "responses lost for ever",
-]
-ONCE: tuple[Way, ...] = (
-    "request lost",
-    "response lost",
-    "late by one request",
-    "late by three requests",
-    "late by all requests",
-    "409",
-    "412 on our own write",
-    "503 for a while",
-)
-FOR_EVER: tuple[Way, ...] = ("503 for ever", "responses lost for ever")
+fault = partial(faults.fault, key=MANIFEST_KEY)
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten pauses to a fortieth, so that thousands of failures take a minute."""
-    policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.05)
-    monkeypatch.setattr(retrying, "RetryPolicy", policy)
-    monkeypatch.setattr(conditional_put, "_FIRST_PAUSE_SECONDS", 0.0025)
+@pytest.fixture
+def _short_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "CLEANUP_SECONDS", FOR_EVER_SECONDS)
-
-
-def _is_conditional(verb: Verb, key: str) -> bool:
-    return verb == "put" and key == MANIFEST_KEY
-
-
-def fault(way: Way, number: int) -> Fault:
-    """Return the fault of this kind: of the `number`-th request; of it and the next two; of it and all that follow."""
-
-    def conditional(verb: Verb, key: str, now: int) -> bool:
-        return now >= number and _is_conditional(verb, key)
-
-    def refusal() -> ConditionFailedError:
-        return ConditionFailedError("An injected refusal.", key=MANIFEST_KEY)
-
-    faults: dict[Way, Fault] = {
-        "request lost": nth(number, "request"),
-        "response lost": nth(number, "response"),
-        "late by one request": nth(number, "late", later_by=1),
-        "late by three requests": nth(number, "late", later_by=3),
-        "late by all requests": nth(number, "late"),
-        "409": matching(conditional, "request", error=refusal),
-        "412 on our own write": matching(conditional, "response", error=refusal),
-        "503 for a while": matching(lambda verb, key, now: number <= now < number + 3, "request", persistent=True),
-        "503 for ever": nth(number, "request", persistent=True),
-        "responses lost for ever": nth(number, "response", persistent=True),
-    }
-    return faults[way]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +105,13 @@ def prepared(*, overwriting: bool, world_size: int) -> tuple[MemoryStore, float 
     return store, OLD if overwriting else None
 
 
-@pytest.mark.parametrize("settle_last", [False, True])
+# Late requests arrive at once, or after the next save.
+WHEN = [*((way, False) for way in ONCE), ("late by all requests", True)]
+
+
 @pytest.mark.parametrize("overwriting", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("way", ONCE)
+@pytest.mark.parametrize(("way", "settle_last"), WHEN)
 def test_a_save_survives_what_happens_once(way: Way, world_size: int, *, overwriting: bool, settle_last: bool) -> None:
     """After a fault of any request, once or for a while, the save succeeds, whatever requests are late."""
     for number in itertools.count(1):
@@ -191,7 +129,7 @@ def test_a_save_survives_what_happens_once(way: Way, world_size: int, *, overwri
 
 @pytest.mark.parametrize("overwriting", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("way", FOR_EVER)
+@pytest.mark.parametrize("way", NO_ANSWER)
 def test_a_save_that_cannot_go_on_says_what_is_true(way: Way, world_size: int, *, overwriting: bool) -> None:
     """A save without answers from any request on fails by its deadline, unless it was committed before.
 
@@ -214,6 +152,30 @@ def test_a_save_that_cannot_go_on_says_what_is_true(way: Way, world_size: int, *
     assert any(isinstance(error, CommitUnknownError) for error in seen)
 
 
+@pytest.mark.parametrize("overwriting", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("way", CRASHES)
+def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(way: Way, world_size: int, *, overwriting: bool) -> None:
+    """A crash before or after any request leaves the old checkpoint, or the new one once its manifest was put."""
+    for number in itertools.count(1):
+        store, before = prepared(overwriting=overwriting, world_size=world_size)
+        faulty = FaultyStore(store, [fault(way, number)])
+        try:
+            save(faulty, NEW, world_size)
+        except (CrashError, SaveFailedError):
+            count("crashes")
+            (first, *_) = faulty.hits
+            is_committed = (first.verb, first.key, way) == ("put", MANIFEST_KEY, "crash after the request")
+            promise = NEW if is_committed else before
+        else:
+            assert not faulty.hits
+            promise = NEW
+        check(store, faulty, Told(None, {promise}, {promise}), world_size, settle_last=False)
+        if not faulty.hits:
+            assert number > 2 + world_size
+            return
+
+
 def _puts_the_last_shard_of(rank: int) -> Callable[[Verb, str, int], bool]:
     def when(verb: Verb, key: str, number: int) -> bool:
         return verb == "put" and f"rank-{rank:05d}" in key and key.endswith("-0001.safetensors")
@@ -221,7 +183,7 @@ def _puts_the_last_shard_of(rank: int) -> Callable[[Verb, str, int], bool]:
     return when
 
 
-@pytest.mark.parametrize("way", [*ONCE, *FOR_EVER])
+@pytest.mark.parametrize("way", [*ONCE, *NO_ANSWER])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_failed_save_that_removes_its_shards(way: Way, world_size: int) -> None:
     """A save with a refused shard deletes its other shards, and each request of that deletion fails in turn.
@@ -232,13 +194,13 @@ def test_a_failed_save_that_removes_its_shards(way: Way, world_size: int) -> Non
         _puts_the_last_shard_of(world_size - 1),
         "request",
         persistent=True,
-        error=lambda: PermissionDeniedError("This may not be written."),
+        error=denied,
     )
     for number in itertools.count(1):
         store, before = prepared(overwriting=True, world_size=world_size)
         refusing = FaultyStore(store, [refused])
         faulty = FaultyStore(refusing, [fault(way, number)])
-        timeout_seconds = FOR_EVER_SECONDS if way in FOR_EVER else PATIENCE_SECONDS
+        timeout_seconds = FOR_EVER_SECONDS if way in NO_ANSWER else PATIENCE_SECONDS
         attempt = partial(save, faulty, NEW, world_size, timeout_seconds=timeout_seconds)
         promise = told(attempt, before=before, value=NEW)
         assert promise.error is not None
@@ -260,14 +222,14 @@ def test_a_load_is_right_or_fails(way: Way, world_size: int) -> None:
     for number in itertools.count(1):
         faulty = FaultyStore(store, [fault(way, number)])
         templates = states(0.0, world_size)
-        timeout_seconds = FOR_EVER_SECONDS if way in FOR_EVER else PATIENCE_SECONDS
+        timeout_seconds = FOR_EVER_SECONDS if way in NO_ANSWER else PATIENCE_SECONDS
         failures: list[StorageError] = []
         make_reader = partial(RemoteReader, faulty, timeout_seconds=timeout_seconds)
         try:
             load_as_ranks(templates, make_reader)
         except StorageError as error:
             failures.append(error)
-        assert bool(failures) == (way in FOR_EVER and bool(faulty.hits))
+        assert bool(failures) == (way in NO_ANSWER and bool(faulty.hits))
         assert all("attempts" in error.details for error in failures)
         if not failures:
             assert all(value_of(template) == NEW for template in templates)
@@ -277,72 +239,23 @@ def test_a_load_is_right_or_fails(way: Way, world_size: int) -> None:
             return
 
 
-@pytest.mark.parametrize("settle_last", [False, True])
 @pytest.mark.parametrize("committed", [False, True])
-@pytest.mark.parametrize("way", [*ONCE, *FOR_EVER])
+@pytest.mark.parametrize(("way", "settle_last"), [*WHEN, *((way, False) for way in NO_ANSWER)])
 def test_removing_orphans_harms_nothing(way: Way, *, committed: bool, settle_last: bool) -> None:
     """A fault at any request of the removal of orphans leaves a checkpoint whole, or nothing where there was none."""
     for number in itertools.count(1):
         store, before = prepared(overwriting=committed, world_size=2)
         put_orphans(store)
         faulty = FaultyStore(store, [fault(way, number)])
-        timeout_seconds = FOR_EVER_SECONDS if way in FOR_EVER else PATIENCE_SECONDS
+        timeout_seconds = FOR_EVER_SECONDS if way in NO_ANSWER else PATIENCE_SECONDS
         removed: Sequence[object] = ()
         try:
             removed = remove_orphans(faulty, grace_seconds=0.0, timeout_seconds=timeout_seconds).removed
         except DcpRemoteError:
-            assert way in FOR_EVER
+            assert way in (*NO_ANSWER, "403 on the way back")
         else:
-            assert way in FOR_EVER or len(removed) == 2
+            assert way in NO_ANSWER or len(removed) == 2
         check(store, faulty, Told(None, {before}, {before}), 2, settle_last=settle_last)
         if not faulty.hits:
             assert number > 3
             return
-
-
-def test_many_things_go_wrong(torture_seconds: float) -> None:
-    """Saves at 1 to 3 ranks and removals of orphans on one store, with faults drawn from a seed.
-
-    After each operation the reported outcome is true.
-    """
-    run_histories(history, torture_seconds)
-
-
-def history(seed: int) -> None:
-    """Play five operations with faults, given by a seed; then let late requests arrive, and save once more."""
-    draw = random.Random(seed)
-    store = MemoryStore()
-    possible: set[float | None] = {None}
-    faulties: list[FaultyStore] = []
-    for step in range(5):
-        value = float(step + 10)
-        faults = [fault(draw.choice(ONCE), draw.randint(1, 12)) for _ in range(draw.randint(1, 4))]
-        faulty = FaultyStore(store, faults)
-        faulties.append(faulty)
-        # Late requests of earlier operations arrive now, or still later.
-        for earlier in faulties[:-1]:
-            if draw.random() < 0.5:
-                earlier.settle()
-                assert found(store) in possible
-        try:
-            if draw.random() < 0.25:
-                remove_orphans(faulty, grace_seconds=0.0, timeout_seconds=PATIENCE_SECONDS)
-            else:
-                save(faulty, value, draw.randint(1, 3), timeout_seconds=PATIENCE_SECONDS)
-                possible = {value}
-        except CommitUnknownError:
-            possible |= {value}
-        except CheckpointNotFoundError:  # raised by a removal of orphans in an empty store
-            assert possible == {None}
-        except DcpRemoteError as error:
-            error.add_note(f"step={step}")
-            raise
-        count("requests failed", len(faulty.hits))
-        assert found(store) in possible
-    for faulty in faulties:
-        faulty.settle()
-    assert found(store) in possible
-    save(store, NEXT, 2)
-    remove_orphans(store, grace_seconds=0.0)
-    assert shards_in(store) == named(store)
-    assert found(store) == NEXT

@@ -7,9 +7,9 @@ short. `test_fault_matrix.py` fails every request in every way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_remote import RemoteWriter, load
 from dcp_remote.errors import (
     CommitConflictError,
-    CommitUnknownError,
     PermissionDeniedError,
     SaveFailedError,
     SaveTimeoutError,
@@ -29,9 +28,11 @@ from dcp_remote.errors import (
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
-from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
+from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, matching, nth
-from tests.support.figures import count
+from dcp_remote.testing.wrappers import Predicate
+from tests.support.faults import verb_is
+from tests.support.threads import HookedStore
 from tests.support.valued_states import found, save, shards_in
 
 _Answer = TypeVar("_Answer")
@@ -41,75 +42,11 @@ OLD, NEW, THIRD = 1.0, 2.0, 3.0
 pytestmark = pytest.mark.torture
 
 
-class CrashError(BaseException):
-    """Stand-in for the end of the process: nothing catches it, and every later request raises it, too."""
+def _puts(part: str) -> Predicate:
+    return lambda verb, key, _number: verb == "put" and part in key
 
 
-def stores(*, overwriting: bool, world_size: int) -> Iterator[tuple[int, MemoryStore]]:
-    """Yield new stores, with or without a checkpoint, and the number of the request that is to fail."""
-    for number in range(1, 100):
-        store = MemoryStore()
-        if overwriting:
-            save(store, OLD, world_size)
-        yield number, store
-
-
-@pytest.mark.parametrize("overwriting", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("lost", ["request", "response"])
-def test_a_crash_leaves_the_old_checkpoint_or_the_new_one(
-    *, lost: Literal["request", "response"], world_size: int, overwriting: bool
-) -> None:
-    """A crash before or after any request leaves the old checkpoint or the new one; then the next save succeeds.
-
-    The new one is there only after the put of its manifest.
-    """
-    seen = set()
-    for number, store in stores(overwriting=overwriting, world_size=world_size):
-        faulty = FaultyStore(store, [nth(number, lost, persistent=True, error=CrashError)])
-        crashed = False
-        try:
-            save(faulty, NEW, world_size)
-        except (CrashError, SaveFailedError):
-            crashed = True
-        assert crashed == bool(faulty.hits)
-        seen.add(found(store))
-        count("crashes", crashed)
-        committing = bool(faulty.hits) and faulty.hits[0].key == MANIFEST_KEY and faulty.hits[0].verb == "put"
-        if crashed and not (committing and lost == "response"):
-            assert found(store) == (OLD if overwriting else None)
-        else:
-            assert found(store) == NEW
-        save(store, THIRD, world_size)
-        assert found(store) == THIRD
-        if not crashed:
-            assert seen == {OLD if overwriting else None, NEW}
-            return
-    pytest.fail("a save has not a hundred requests")
-
-
-def _puts_a_shard_of_rank_1(verb: Verb, key: str, number: int) -> bool:
-    return verb == "put" and "rank-00001" in key
-
-
-def _puts_a_shard(verb: Verb, key: str, number: int) -> bool:
-    return verb == "put" and key != MANIFEST_KEY
-
-
-def _puts_the_manifest(verb: Verb, key: str, number: int) -> bool:
-    return verb == "put" and key == MANIFEST_KEY
-
-
-def _gets(verb: Verb, key: str, number: int) -> bool:
-    return verb == "get"
-
-
-def _deletes(verb: Verb, key: str, number: int) -> bool:
-    return verb == "delete"
-
-
-@pytest.mark.parametrize("lost", ["request", "response"])
-def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> None:
+def test_shards_that_never_go_through() -> None:
     """Shards of rank 1 that fail until the deadline: the error names rank, shard and attempts; its shards are removed.
 
     The old checkpoint remains, and the next save replaces it.
@@ -117,7 +54,7 @@ def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> N
     store = MemoryStore()
     save(store, OLD, 3)
     before = shards_in(store)
-    faulty = FaultyStore(store, [matching(_puts_a_shard_of_rank_1, lost, persistent=True)])
+    faulty = FaultyStore(store, [matching(_puts("rank-00001"), "response", persistent=True)])
     with pytest.raises(SaveFailedError) as caught:
         save(faulty, NEW, 3, timeout_seconds=0.6)
     details = caught.value.details
@@ -143,47 +80,13 @@ def test_shards_that_never_go_through(lost: Literal["request", "response"]) -> N
 def test_refusals_are_not_repeated(refusal: StorageError, word: str) -> None:
     """Access denied and a full disk: one attempt, the cause in the message, no object left."""
     store = MemoryStore()
-    faulty = FaultyStore(store, [matching(_puts_a_shard, "request", persistent=True, error=lambda: refusal)])
+    faulty = FaultyStore(store, [matching(_puts("shards/"), "request", persistent=True, error=lambda: refusal)])
     with pytest.raises(SaveFailedError) as caught:
         save(faulty, NEW, 1)
     assert caught.value.details["attempts"] == 1
     assert word in str(caught.value)
     assert caught.value.__cause__ is refusal
     assert list(store.list()) == []
-
-
-def test_a_manifest_whose_put_never_arrives() -> None:
-    """A manifest whose puts are all lost ends as CommitUnknownError with the save_id; the old checkpoint stays."""
-    for overwriting in (False, True):
-        store = MemoryStore()
-        if overwriting:
-            save(store, OLD, 2)
-        faulty = FaultyStore(store, [matching(_puts_the_manifest, "request", persistent=True)])
-        with pytest.raises(CommitUnknownError) as caught:
-            save(faulty, NEW, 2, timeout_seconds=0.6)
-        assert len(str(caught.value.details["save_id"])) == 32
-        assert found(store) == (OLD if overwriting else None)
-        save(store, NEW, 2)
-        assert found(store) == NEW
-
-
-def test_a_manifest_whose_put_is_never_answered() -> None:
-    """A manifest whose put is carried out without an answer is found by reading, and the save succeeds."""
-    for overwriting in (False, True):
-        store = MemoryStore()
-        if overwriting:
-            save(store, OLD, 2)
-        save(FaultyStore(store, [matching(_puts_the_manifest, "response", persistent=True)]), NEW, 2)
-        assert found(store) == NEW
-
-
-class InTheMeantimeStore(WrappedStore):
-    """Store in which another save is committed just before the manifest of this one is put."""
-
-    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        if request.verb == "put" and request.key == MANIFEST_KEY:
-            save(self._store, THIRD, 2)
-        return send()
 
 
 @pytest.mark.parametrize("overwriting", [False, True])
@@ -193,23 +96,8 @@ def test_another_save_that_is_committed_first(*, overwriting: bool) -> None:
     if overwriting:
         save(store, OLD, 2)
     with pytest.raises(CommitConflictError):
-        save(InTheMeantimeStore(store), NEW, 2)
+        save(HookedStore(store, lambda key: save(store, THIRD, 2) if key == MANIFEST_KEY else None), NEW, 2)
     assert found(store) == THIRD
-
-
-def test_a_manifest_that_cannot_be_read_back() -> None:
-    """A manifest whose put has no answer and that cannot be read is CommitUnknownError, though it is committed."""
-    store = MemoryStore()
-    faulty = FaultyStore(
-        store,
-        [
-            matching(_puts_the_manifest, "response", persistent=True),
-            matching(lambda verb, key, number: verb == "get" and number > 1, "request", persistent=True),
-        ],
-    )
-    with pytest.raises(CommitUnknownError):
-        save(faulty, NEW, 1, timeout_seconds=0.6)
-    assert found(store) == NEW
 
 
 def test_a_place_that_cannot_be_looked_at() -> None:
@@ -217,7 +105,7 @@ def test_a_place_that_cannot_be_looked_at() -> None:
     store = MemoryStore()
     save(store, OLD, 1)
     before = shards_in(store)
-    faulty = FaultyStore(store, [matching(_gets, "request", persistent=True)])
+    faulty = FaultyStore(store, [matching(verb_is("get"), "request", persistent=True)])
     with pytest.raises(TransientStorageError) as caught:
         save(faulty, NEW, 1, timeout_seconds=0.6)
     assert caught.value.details["key"] == MANIFEST_KEY
@@ -233,7 +121,10 @@ def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: 
     store = MemoryStore()
     faulty = FaultyStore(
         store,
-        [matching(_puts_a_shard, "response", persistent=True), matching(_deletes, "request", persistent=True)],
+        [
+            matching(_puts("shards/"), "response", persistent=True),
+            matching(verb_is("delete"), "request", persistent=True),
+        ],
     )
     with pytest.raises(SaveFailedError, match="shard"):
         save(faulty, NEW, 1, timeout_seconds=0.5)
@@ -287,7 +178,7 @@ def test_a_stalled_shard_ends_by_the_deadline() -> None:
 def test_under_torch_every_error_keeps_its_class_and_details() -> None:
     """`dcp.save` raises an error that contains this package's own, with rank and shard, and its message."""
     store = MemoryStore()
-    faulty = FaultyStore(store, [matching(_puts_a_shard, "request", persistent=True)])
+    faulty = FaultyStore(store, [matching(_puts("shards/"), "request", persistent=True)])
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"w": torch.ones(2)}, storage_writer=RemoteWriter(faulty, timeout_seconds=0.3))
     error = caught.value.failures[0][0]

@@ -21,6 +21,7 @@ from tests.support.strategies import (
     Case,
     Resharding,
     Sharding,
+    Whole,
     blank,
     blank_like,
     cases,
@@ -76,6 +77,12 @@ def check(case: Case, states: list[State]) -> None:
                 assert same_bits(chunk, expected), f"t{number} {tensor.whole.dtype} {offsets} {tuple(chunk.shape)}"
 
 
+def check_chunks(states: list[State], whole: Whole) -> None:
+    for state in states:
+        for offsets, chunk in state["w"].chunks:
+            assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
+
+
 @examples(250)
 @given(case=cases())
 def test_any_state_comes_back_at_any_world_size(case: Case) -> None:
@@ -122,23 +129,20 @@ def test_every_dtype() -> None:
             assert same_bits(state[name], w.elements), name
 
 
-@pytest.mark.parametrize("shard_bytes_max", [300_000, 1_000_000])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
-def test_columns_of_a_large_matrix(shard_bytes_max: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex128])
+def test_columns_of_a_large_matrix(dtype: torch.dtype) -> None:
     """A matrix saved in row slices of several pieces loads in column slices, by way of the block tables."""
     store = RecordingStore(MemoryStore())
     whole = random_whole(dtype, (1200, 1000), 3)
     save_as_ranks(
         [{"w": part} for part in dealt(whole, (2, 1), [(0,), (1,)], world_size=2, layouts=["contiguous"])],
-        lambda: writer(store, shard_bytes_max),
+        lambda: writer(store, 300_000),
     )
     store.clear()
     templates = dealt(whole, (1, 5), [(0,), (1,), (2,)], world_size=3, layouts=["contiguous"])
     loaded: list[State] = [{"w": blank_like(template, "contiguous")} for template in templates]
     load_as_ranks(loaded, lambda: RemoteReader(store))
-    for state in loaded:
-        for offsets, chunk in state["w"].chunks:
-            assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
+    check_chunks(loaded, whole)
     assert {verb for verb, _ in store.calls} == {"get", "get_into"}
 
 
@@ -153,9 +157,7 @@ def test_rows_larger_than_a_shard() -> None:
             for part in dealt(whole, parts, [(0,), (1,)], world_size=2, layouts=["contiguous"])
         ]
         load_as_ranks(loaded, lambda: RemoteReader(store))
-        for state in loaded:
-            for offsets, chunk in state["w"].chunks:
-                assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
+        check_chunks(loaded, whole)
 
 
 def test_a_few_rows_cost_a_few_blocks() -> None:
@@ -171,27 +173,6 @@ def test_a_few_rows_cost_a_few_blocks() -> None:
     block_bytes = 256 * 1024  # block size of a piece of 16 MiB
     assert store.size_bytes() - manifest_bytes <= 64 * 1024 + 2 * block_bytes + 64 * 16
     assert [verb for verb, _ in store.calls] == ["get", "get_into", "get_into"]
-
-
-def test_a_chunk_larger_than_a_shard() -> None:
-    """A chunk of 70 MB lies in two shards of equal pieces, and loads whole and by halves of the columns."""
-    store = MemoryStore()
-    whole = random_whole(torch.uint8, (7000, 10_000), 7)
-    save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store))
-    assert sum(key.startswith("shards/") for key in store.space.objects) == 2
-    loaded: list[State] = [
-        {"w": blank_like(part, layout)}
-        for part, layout in zip(
-            dealt(whole, (1, 2), [(0,), (1,)], world_size=2, layouts=["contiguous"]),
-            ["contiguous", "strided"],
-            strict=True,
-        )
-    ]
-    load_as_ranks(loaded, lambda: RemoteReader(store))
-    for state in loaded:
-        for offsets, chunk in state["w"].chunks:
-            assert same_bits(chunk, whole.cell((offsets, tuple(chunk.shape))))
-    assert same_bits(load(store)["w"], whole.elements)
 
 
 def test_a_rank_with_nothing() -> None:
@@ -247,65 +228,3 @@ def test_views_of_every_kind_are_saved_as_what_they_show() -> None:
             assert (
                 torch.equal(found, expected) if view.dtype != torch.complex32 else found.tolist() == expected.tolist()
             )
-
-
-def test_views_are_loaded_into_as_what_they_show() -> None:
-    """Conjugated, negated and strided templates show the saved values after a load."""
-    store = MemoryStore()
-    values = torch.complex(torch.arange(6.0), torch.arange(6.0) + 0.5)
-    save_as_ranks(
-        [{"c": values, "f": torch.arange(6.0) - 2.5, "one": torch.tensor([7.0])}], lambda: RemoteWriter(store)
-    )
-    row = torch.zeros(9)
-    template: State = {
-        "c": torch.zeros(6, dtype=torch.complex64).conj(),
-        "f": torch.zeros(6, dtype=torch.complex64).conj().imag,
-        "one": row[4::50],
-    }
-    load_as_ranks([template], lambda: RemoteReader(store))
-    assert template["c"].is_conj()
-    assert template["f"].is_neg()
-    assert torch.equal(template["c"].resolve_conj(), values)
-    assert torch.equal(template["f"].resolve_neg(), torch.arange(6.0) - 2.5)
-    assert row.tolist() == [0, 0, 0, 0, 7, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_dtypes_are_converted_as_torch_does(layout: str) -> None:
-    """Dtypes are converted as by torch, such as bfloat16 to float32, float32 to int64, and uint8 to bool."""
-    store = MemoryStore()
-    saved: State = {
-        "up": torch.randn(5, 7).to(torch.bfloat16),
-        "down": torch.randn(5, 7, dtype=torch.float64),
-        "integer": torch.randn(5, 7) * 100,
-        "bool": torch.randint(0, 2, (5, 7), dtype=torch.uint8),
-        "complex": torch.randn(5, 7),
-    }
-    wanted = {
-        "up": torch.float32,
-        "down": torch.float32,
-        "integer": torch.int64,
-        "bool": torch.bool,
-        "complex": torch.complex64,
-    }
-    save_as_ranks([saved], lambda: RemoteWriter(store))
-    template: State = {name: blank(dtype, (5, 7), layout=layout) for name, dtype in wanted.items()}
-    load_as_ranks([template], lambda: RemoteReader(store))
-    for name, dtype in wanted.items():
-        assert template[name].dtype == dtype
-        assert torch.equal(template[name], saved[name].to(dtype)), name
-
-
-def test_parameters_keep_their_memory_and_their_gradient() -> None:
-    """A Parameter that requires a gradient, and a non-contiguous one, are loaded in place."""
-    store = MemoryStore()
-    saved = torch.nn.Parameter(torch.randn(4, 6))
-    save_as_ranks([{"w": saved, "t": saved}], lambda: RemoteWriter(store))
-    template: State = {"w": torch.nn.Parameter(torch.zeros(4, 6)), "t": torch.nn.Parameter(torch.zeros(6, 4).t())}
-    places = {name: tensor.data_ptr() for name, tensor in template.items()}
-    load_as_ranks([template], lambda: RemoteReader(store))
-    for name, tensor in template.items():
-        assert isinstance(tensor, torch.nn.Parameter)
-        assert tensor.requires_grad
-        assert tensor.data_ptr() == places[name]
-        assert torch.equal(tensor, saved)

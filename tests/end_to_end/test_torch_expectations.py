@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _lo
 
 from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
+from dcp_remote.errors import CheckpointExistsError
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import MemoryStore
@@ -152,14 +152,6 @@ def test_an_existing_checkpoint_is_told_in_torchs_words(store: RecordingStore, t
 
 
 # ---- calls
-
-
-def test_no_checkpoint_id_keeps_the_place(store: RecordingStore) -> None:
-    """`checkpoint_id=None` beside a writer or reader, as frameworks pass it, keeps its place."""
-    state, template = state_of_training(), blank_state()
-    dcp.save(state, checkpoint_id=None, storage_writer=RemoteWriter(store))
-    dcp.load(template, checkpoint_id=None, storage_reader=RemoteReader(store))
-    assert equal(template, state)
 
 
 def test_the_deprecated_calls_take_them_by_position(store: RecordingStore) -> None:
@@ -318,26 +310,6 @@ def test_a_planner_that_deals_out_what_all_ranks_have(store: RecordingStore) -> 
     loaded: list[State] = [{k: torch.zeros(4) if k[0] == "t" else None for k in state} for _ in range(2)]
     load_as_ranks(loaded, lambda: RemoteReader(store))
     assert all(equal(one, state) for one in loaded)
-
-
-class WithExtraData(DefaultSavePlanner):
-    """`SaveExtraDataPlanner` of torch's documentation: it replaces the flatten mapping by data of its own."""
-
-    def create_local_plan(self) -> SavePlan:
-        return replace(super().create_local_plan(), planner_data="per-rank-data")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        self.flatten_state_dict = False  # otherwise torch's own merging of the mappings fails
-        plans, metadata = super().create_global_plan(all_plans)
-        return plans, replace(metadata, planner_data=[plan.planner_data for plan in plans])
-
-
-def test_data_of_a_planner_that_is_no_flatten_mapping_is_refused(store: RecordingStore) -> None:
-    """Planner data that torch would pickle into its metadata is refused with a message, and nothing is committed."""
-    failed = outcome(lambda: save_and_load(store, {"x": torch.ones(2)}, {}, WithExtraData()))
-    assert isinstance(failed.error, InvalidArgumentError)
-    assert failed.error.details["type"] == "list"
-    assert ("put", "manifest.json") not in store.calls
 
 
 def save_and_load(store: RecordingStore, state: State, template: State, planner: SavePlanner | None = None) -> State:

@@ -7,7 +7,6 @@ words. Templates that torch's reader refuses without a name, or fills wrongly, a
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.shard import ITEMS_PER_SHARD_MAX
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.end_to_end.test_torch_expectations import State, assert_as_torch, load_into, of_both, outcome, save_and_load
 from tests.serialization.test_tags import same
-from tests.support.figures import LONG_SECONDS
-from tests.support.simulated_ranks import LocalShards, load_as_ranks, save_as_ranks, shard
+from tests.support.simulated_ranks import load_as_ranks, save_as_ranks, shard
 from tests.support.states import equal
 
 pytestmark = pytest.mark.torture(smoke=False)
@@ -337,46 +334,3 @@ def test_a_loaded_parameter_is_the_one_of_the_template(store: RecordingStore) ->
     assert [parameter.requires_grad for parameter in before] == [True, False]
     assert before[0].grad is grad
     assert equal([p.data for p in model.parameters()], [p.data for p in before])
-
-
-@pytest.mark.parametrize("shape", [(5, 3), (1, 3), (0, 3), (7,), ()])
-def test_uneven_shards(shape: tuple[int, ...], store: RecordingStore) -> None:
-    """Tensors cut for four ranks, some of which have little or nothing, load on three, on one, and whole."""
-    whole = torch.arange(math.prod(shape) + 0.0).reshape(shape)
-    parts = (4, *[1] * (len(shape) - 1)) if shape else ()
-    save_as_ranks([{"w": part, "same": whole} for part in shard(whole, 4, parts)], lambda: RemoteWriter(store))
-    for ranks in (1, 3):
-        cut = (ranks, *[1] * (len(shape) - 1)) if shape else ()
-        templates = shard(torch.full(shape, -1.0), ranks, cut)
-        load_as_ranks([{"w": part, "same": torch.full(shape, -1.0)} for part in templates], lambda: RemoteReader(store))
-        for expected, part in zip(shard(whole, ranks, cut), templates, strict=True):
-            assert chunks(part) == chunks(expected)
-    assert equal(load(store), {"w": whole, "same": whole})
-
-
-def chunks(part: LocalShards) -> list[Any]:
-    return [(offsets, chunk.tolist()) for offsets, chunk in part.chunks]
-
-
-def test_very_many_tiny_entries(store: RecordingStore, torture_seconds: float) -> None:
-    """Very many entries, half tensors of 40 bytes and half objects, come back in as few requests as the format allows.
-
-    A hundred thousand in the long campaign, as in `test_sizes.py` for tensors alone. A shard per 16,384 tensors, and
-    one for objects that do not fit into the manifest.
-    """
-    count = 50_000 if torture_seconds >= LONG_SECONDS else 20_000
-    numbers = torch.arange(10.0 * count).reshape(count, 10)
-    state: State = {
-        "t": {f"{n:05}": numbers[n] for n in range(count)},
-        "o": {f"{n:05}": (n, "x") for n in range(count)},
-    }
-    dcp.save(state, storage_writer=RemoteWriter(store))
-    shards = -(-count // ITEMS_PER_SHARD_MAX)
-    assert sorted(verb for verb, _ in store.calls) == ["get", *["put"] * (shards + 1)]
-    store.clear()
-    template: State = {"t": {name: torch.zeros(10) for name in state["t"]}, "o": dict.fromkeys(state["o"])}
-    dcp.load(template, storage_reader=RemoteReader(store))
-    assert store.count() == 1 + shards
-    assert template["o"] == state["o"]
-    assert torch.equal(torch.stack([*template["t"].values()]), numbers)
-    assert equal(load(store, keys=["t.00007", "o.19999"]), {"t": {"00007": numbers[7]}, "o": {"19999": (19_999, "x")}})

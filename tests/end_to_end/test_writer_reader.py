@@ -28,7 +28,6 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.errors import (
@@ -87,15 +86,6 @@ def test_save_and_load(store: RecordingStore, no_dist: bool) -> None:
     assert equal(template, state)
     assert template["model"]["weight"] is weight
     assert [verb for verb, _ in store.calls] == ["get", "get_into", "get_into"]
-
-
-def test_a_save_of_one_shard_is_three_requests_and_a_load_two(store: RecordingStore) -> None:
-    """A save reads the manifest's key, puts the shard and puts the manifest; a load reads manifest and shard."""
-    dcp.save({"w": torch.ones(3), "step": 1}, storage_writer=RemoteWriter(store))
-    assert [verb for verb, _ in store.calls] == ["get", "put", "put"]
-    store.clear()
-    dcp.load({"w": torch.zeros(3), "step": 0}, storage_reader=RemoteReader(store))
-    assert [verb for verb, _ in store.calls] == ["get", "get_into"]
 
 
 @pytest.mark.parametrize("size", [100, 300_000])
@@ -220,19 +210,6 @@ def test_a_store_of_ones_own_stays_in_use(store: RecordingStore) -> None:
     assert store.calls == []
 
 
-def test_one_writer_and_one_reader_serve_many_saves(store: RecordingStore) -> None:
-    """Three saves and loads by one writer and reader: each load gets the last save, and save_ids differ."""
-    writer, reader = RemoteWriter(store, overwrite=True), RemoteReader(store)
-    ids = []
-    for value in range(3):
-        dcp.save({"x": torch.full((4,), value), "n": value}, storage_writer=writer)
-        template: dict[str, Any] = {"x": torch.zeros(4, dtype=torch.int64), "n": -1}
-        dcp.load(template, storage_reader=reader)
-        assert equal(template, {"x": torch.full((4,), value), "n": value})
-        ids.append(writer.save_id)
-    assert len(set(ids)) == 3
-
-
 def test_a_checkpoint_is_not_overwritten_unless_asked(store: RecordingStore) -> None:
     """A second save is refused before any upload; with overwrite=True it replaces the first."""
     dcp.save({"x": torch.tensor(1)}, storage_writer=RemoteWriter(store))
@@ -273,20 +250,12 @@ def test_their_repr_shows_where_and_nothing_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [RemoteWriter, RemoteReader])
-def test_arguments_are_checked_when_made(kind: Any, tmp_path: Path) -> None:
-    """An invalid URL, unknown options, a budget of zero, and options beside a store are refused by the constructor."""
-    for url, options in (
-        ("ftp://x/y", {}),
-        ("", {}),
-        (f"file://{tmp_path}", {"storage_options": {"secret": "hunter2"}}),
-        (f"file://{tmp_path}", {"memory_budget_bytes": 0}),
-        (MemoryStore(), {"storage_options": {"secret": "hunter2"}}),
-    ):
+def test_arguments_are_checked_when_made(kind: Any) -> None:
+    """An invalid URL, and options beside a store, are refused by the constructor, without a secret in the message."""
+    for url in ("ftp://x/y", "", MemoryStore()):
         with pytest.raises(InvalidArgumentError) as caught:
-            kind(url, **options)
+            kind(url, storage_options={"secret": "hunter2"})
         assert "hunter2" not in str(caught.value)
-    with pytest.raises(InvalidArgumentError):
-        RemoteWriter(f"file://{tmp_path}", timeout_seconds=0)
     assert kind.validate_checkpoint_id("s3://bucket/x")
     assert not kind.validate_checkpoint_id("ftp://x")
 
@@ -325,20 +294,6 @@ def test_storage_meta_names_the_save_and_the_load(store: RecordingStore) -> None
     assert metadata.storage_meta.checkpoint_id == store.url
     reader.read_metadata()
     assert metadata.storage_meta.load_id != reader.load_id
-
-
-def test_finish_leaves_torchs_metadata_alone(store: RecordingStore) -> None:
-    """`finish` does not change torch's metadata, which may be cached."""
-    kept: list[bytes] = []
-
-    class Writer(RemoteWriter):
-        def finish(self, metadata: Metadata, results: Any) -> None:
-            kept.append(pickle.dumps(metadata))
-            super().finish(metadata, results)
-            kept.append(pickle.dumps(metadata))
-
-    metadata = dcp.save(state_of_training(), storage_writer=Writer(store))
-    assert kept[0] == kept[1] == pickle.dumps(metadata)
 
 
 def test_metadata_comes_back_as_it_was_saved(store: RecordingStore) -> None:
@@ -405,23 +360,16 @@ def async_save(state: dict[str, Any], writer: RemoteWriter) -> None:
     response.result()
 
 
-def test_where_a_writer_was_told_to_go_holds_for_new_threads_and_copies(tmp_path: Path) -> None:
-    """After `reset`, an `async_save` without an id, and a copy of the writer, save to the URL of the reset."""
-    writer = RemoteWriter(tmp_path / "a", overwrite=True)
-    writer.reset(tmp_path / "b")
+def test_where_a_writer_was_told_to_go_holds_everywhere(tmp_path: Path) -> None:
+    """After a `reset`, also to an invalid URL, no save, in any thread or by a copy, goes to the former place."""
+    writer = RemoteWriter(tmp_path / "former", overwrite=True)
+    writer.reset(tmp_path / "a")
     async_save({"x": torch.ones(2)}, writer)
-    assert not (tmp_path / "a").exists()
-    dcp.save({"x": torch.zeros(2)}, storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True)
-    assert bool((load(tmp_path / "b")["x"] == 0).all())
-
-
-def test_where_a_writer_cannot_go_holds_too(tmp_path: Path) -> None:
-    """After a `reset` to an invalid URL no save, in any thread or by a copy, replaces the earlier checkpoint."""
-    writer = RemoteWriter(tmp_path / "a", overwrite=True)
+    dcp.save({"x": torch.ones(2)}, storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True)
+    assert not (tmp_path / "former").exists()
     dcp.save({"x": torch.ones(2)}, storage_writer=writer, no_dist=True)
     writer.reset("nowhere://else")
     for attempt in (
-        lambda: dcp.save({"x": torch.zeros(2)}, storage_writer=writer, no_dist=True),
         lambda: dcp.save({"x": torch.zeros(2)}, storage_writer=writer, no_dist=True),
         lambda: async_save({"x": torch.zeros(2)}, writer),
         lambda: dcp.save({"x": torch.zeros(2)}, storage_writer=pickle.loads(pickle.dumps(writer)), no_dist=True),
@@ -464,27 +412,24 @@ def test_planners_are_called_from_one_thread(store: RecordingStore) -> None:
 
 
 class NotANumber(enum.Enum):
-    """Enum whose member cannot be found by its value, by which pickle names members."""
+    """Enum whose member equals no value, not even its own, by which pickle names members."""
 
     NAN = float("nan")
 
 
-def test_a_member_whose_value_is_no_number_is_restored(store: RecordingStore) -> None:
-    """An enum member that equals no value, not even its own, is restored by its name."""
-    dcp.save({"a": NotANumber.NAN, "t": (NotANumber.NAN,)}, storage_writer=RemoteWriter(store))
-    template: dict[str, Any] = {"a": None, "t": None}
-    dcp.load(template, storage_reader=RemoteReader(store))
-    assert template == {"a": NotANumber.NAN, "t": (NotANumber.NAN,)}
-
-
 def test_objects_reach_the_state_without_a_pickle(store: RecordingStore) -> None:
-    """Values that torch's pickle changes load unchanged: the byte order of an array, the fold of a time."""
-    state = {"a": np.arange(5, dtype=">u4"), "t": (datetime(2024, 1, 1, fold=1), np.zeros(2, dtype=">f8"))}
+    """Values that torch's pickle changes load unchanged: the byte order of an array, the fold of a time, an enum."""
+    state = {
+        "a": np.arange(5, dtype=">u4"),
+        "t": (datetime(2024, 1, 1, fold=1), np.zeros(2, dtype=">f8")),
+        "e": NotANumber.NAN,
+    }
     dcp.save(state, storage_writer=RemoteWriter(store))
-    template: dict[str, Any] = {"a": None, "t": None}
+    template: dict[str, Any] = {"a": None, "t": None, "e": None}
     dcp.load(template, storage_reader=RemoteReader(store))
     assert (template["a"].dtype, template["t"][1].dtype) == (np.dtype(">u4"), np.dtype(">f8"))
     assert template["t"][0].fold == 1
+    assert template["e"] is NotANumber.NAN
     np.testing.assert_array_equal(template["a"], np.arange(5))
 
 
@@ -507,59 +452,6 @@ def test_every_tensor_is_resolved_and_committed_once(store: RecordingStore) -> N
     dcp.save(state, storage_writer=RemoteWriter(store))
     dcp.load({n: torch.zeros_like(t) for n, t in state.items()}, storage_reader=RemoteReader(store), planner=Staging())
     assert equal(taken, state)
-
-
-def test_planners_that_do_not_flatten(store: RecordingStore) -> None:
-    """With planners that do not flatten, nested values are objects: saved, loaded, and loaded without a template."""
-    state = {"w": torch.randn(4), "nested": {"a": [1, 2], "t": torch.ones(2)}, "n": 5}
-    dcp.save(state, storage_writer=RemoteWriter(store), planner=DefaultSavePlanner(flatten_state_dict=False))
-    template: dict[str, Any] = {"w": torch.zeros(4), "nested": None, "n": 0}
-    dcp.load(template, storage_reader=RemoteReader(store), planner=NOT_FLAT)
-    assert equal(template, state)
-    assert equal(load(store), state)
-    assert RemoteReader(store).read_metadata().planner_data is None
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable or uninitialized:UserWarning")
-@pytest.mark.parametrize(
-    ("keys", "patterns"),
-    [(None, None), ({"model"}, "model.*"), ({"optim.param_groups", "step"}, ["optim.param_groups.*", "step"])],
-)
-def test_torchs_loader_without_a_template(
-    store: RecordingStore, keys: set[str] | None, patterns: str | list[str] | None
-) -> None:
-    """`_EmptyStateDictLoadPlanner`, used by torch's converters, loads whole checkpoints and parts of them."""
-    state = state_of_training()
-    dcp.save(state, storage_writer=RemoteWriter(store))
-    found = _load_state_dict_from_keys(keys, storage_reader=RemoteReader(store))
-    assert found
-    assert equal(found, load(store, keys=patterns))
-    if keys is None:
-        assert equal(found, state)
-
-
-def test_a_planner_that_transforms_what_is_saved(store: RecordingStore) -> None:
-    """A planner's bfloat16 copies, replaced objects and other copies are saved as it plans them."""
-
-    class Halving(DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            plan = super().create_local_plan()
-            items = []
-            for item in plan.items:
-                if item.tensor_data is not None:
-                    properties = replace(item.tensor_data.properties, dtype=torch.bfloat16)
-                    item = replace(item, tensor_data=replace(item.tensor_data, properties=properties))  # noqa: PLW2901  # changes the plan in place
-                items.append(item)
-            return replace(plan, items=items)
-
-        def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
-            if isinstance(object, torch.Tensor):
-                return object.to(torch.bfloat16)
-            return super().transform_object(write_item, {"was": object})
-
-    state: dict[str, Any] = {"x": torch.randn(50, 3), "n": 4}
-    dcp.save(state, storage_writer=RemoteWriter(store), planner=Halving())
-    assert equal(load(store), {"x": state["x"].to(torch.bfloat16), "n": {"was": 4}})
 
 
 class SlowStore(WrappedStore):
@@ -635,32 +527,6 @@ def test_a_gap_is_found_before_the_commit(store: RecordingStore) -> None:
     assert store.calls.count(("put", "manifest.json")) == 0
 
 
-def test_a_planner_that_renames(store: RecordingStore) -> None:
-    """A planner loads a tensor and an object into a template that has other names for them."""
-
-    class Renaming(DefaultLoadPlanner):
-        def set_up_planner(
-            self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-        ) -> None:
-            assert metadata is not None
-            renamed = {name.replace("old", "new"): m for name, m in metadata.state_dict_metadata.items()}
-            super().set_up_planner(state_dict, replace(metadata, state_dict_metadata=renamed), is_coordinator)
-
-        def create_local_plan(self) -> LoadPlan:
-            plan = super().create_local_plan()
-            old = [i.storage_index.fqn.replace("new", "old") for i in plan.items]
-            items = [
-                replace(item, storage_index=replace(item.storage_index, fqn=name))
-                for item, name in zip(plan.items, old, strict=True)
-            ]
-            return replace(plan, items=items)
-
-    dcp.save({"old_w": torch.ones(3), "old_n": 8}, storage_writer=RemoteWriter(store))
-    template: dict[str, Any] = {"new_w": torch.zeros(3), "new_n": 0}
-    dcp.load(template, storage_reader=RemoteReader(store), planner=Renaming())
-    assert equal(template, {"new_w": torch.ones(3), "new_n": 8})
-
-
 def test_templates_that_ask_for_what_is_not_there(store: RecordingStore) -> None:
     """A name or shape that was not saved is named in torch's error; partial loading leaves such names unchanged."""
     dcp.save({"w": torch.ones(3), "n": 1}, storage_writer=RemoteWriter(store))
@@ -679,27 +545,24 @@ def test_templates_that_ask_for_what_is_not_there(store: RecordingStore) -> None
 def test_a_checkpoint_that_is_not_there(store: RecordingStore, tmp_path: Path) -> None:
     """A missing checkpoint is named with its URL: by `load`, by `dcp.load`, and by metadata at its first use."""
     for where in (store, f"file://{tmp_path}/nowhere"):
-        url = where if isinstance(where, str) else where.url
-
-        def loading(planner: DefaultLoadPlanner) -> BaseException:
-            return failure(lambda: dcp.load({}, storage_reader=RemoteReader(where), planner=planner))  # noqa: B023  # called here
-
-        def looking(call: Callable[[], object]) -> BaseException:
+        calls: list[Callable[[], object]] = [
+            lambda: load(where),  # noqa: B023  # called here
+            lambda: RemoteReader(where).read_metadata().state_dict_metadata,  # noqa: B023
+            lambda: RemoteReader(where).read_metadata().planner_data,  # noqa: B023
+        ]
+        errors: list[BaseException] = []
+        for call in calls:
             with pytest.raises(CheckpointNotFoundError) as caught:
                 call()
-            return caught.value
-
-        for error in (
-            looking(lambda: load(where)),  # noqa: B023  # called here
-            looking(lambda: RemoteReader(where).read_metadata().state_dict_metadata),  # noqa: B023  # called here
-            looking(lambda: RemoteReader(where).read_metadata().planner_data),  # noqa: B023  # called here
-            loading(DefaultLoadPlanner()),
-            loading(_EmptyStateDictLoadPlanner()),
-        ):
+            errors.append(caught.value)
+        errors += [
+            failure(lambda: dcp.load({}, storage_reader=RemoteReader(where), planner=planner))  # noqa: B023
+            for planner in (DefaultLoadPlanner(), _EmptyStateDictLoadPlanner())
+        ]
+        for error in errors:
             assert isinstance(error, CheckpointNotFoundError)
             assert isinstance(error, FileNotFoundError)
-            assert "There is no committed checkpoint here" in str(error)
-            assert url in str(error)
+            assert (where if isinstance(where, str) else where.url) in str(error)
 
 
 def test_a_reader_forgets_what_it_read_before(store: RecordingStore) -> None:
@@ -741,19 +604,6 @@ def test_stateful_objects(store: RecordingStore) -> None:
 
 
 # ---- async
-
-
-def test_async_save_without_a_group(store: RecordingStore) -> None:
-    """`async_save` saves the staged state in a thread, though training goes on."""
-    state: dict[str, Any] = {"w": torch.ones(1000), "n": 1}
-    writer = RemoteWriter(store, overwrite=True)
-    for value in (1.0, 2.0):
-        state["w"] = torch.full((1000,), value)
-        future = dcp.async_save(state, storage_writer=writer, no_dist=True)
-        state["w"].zero_()
-        assert isinstance(future, Future)  # no separate future of the staging
-        future.result()
-        assert equal(load(store), {"w": torch.full((1000,), value), "n": 1})
 
 
 def test_async_save_fails_in_its_future(store: RecordingStore) -> None:

@@ -248,6 +248,7 @@ def _plain(message: str) -> str:
         (r"127\.0\.0\.1:(?!9\b)\d+", "127.0.0.1:<port>"),
         (r"\b[0-9a-f]{32}\b", "<id>"),
         (r"\b(seconds=)[\d.]+", r"\1<seconds>"),
+        (r"\b(holder=)'[^']+'", r"\1'<job>'"),
         (r"(?<=[ '/])/\S+(?=/model\.pt)", "/<folder>"),
     ):
         message = re.sub(pattern, word, message)

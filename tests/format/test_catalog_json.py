@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.format import catalog_json
@@ -88,21 +85,12 @@ def changed(at: int, **fields: Any) -> Catalog:
 WRONG: dict[str, Catalog] = {
     "run_id is short": replace(EXAMPLE, run_id="f" * 31),
     "run_id is upper case": replace(EXAMPLE, run_id="F" * 32),
-    "run_id ends a line": replace(EXAMPLE, run_id="f" * 31 + "\n"),
     "run_id in other digits": replace(EXAMPLE, run_id="\u0661" * 32),
-    "revision below zero": replace(EXAMPLE, revision=-1),
+    "run_id ends a line": replace(EXAMPLE, run_id="f" * 31 + "\n"),
     "revision too high": replace(EXAMPLE, revision=2**53 + 1),
-    "token below zero": replace(EXAMPLE, token=-1),
-    "token too high": replace(EXAMPLE, token=2**53 + 1),
-    "floor below zero": replace(EXAMPLE, floor=-1),
     "floor above the revision": replace(EXAMPLE, floor=11),
-    "step below zero": changed(1, step=-1),
     "step too high": changed(3, step=2**53 + 1),
-    "size below zero": changed(1, size_bytes=-1),
-    "size too high": changed(1, size_bytes=2**53 + 1),
-    "token of a checkpoint below zero": changed(1, token=-1),
     "token of a checkpoint above the run's": changed(1, token=2),
-    "began below zero": changed(1, began_revision=-1),
     "began when it was committed": changed(1, began_revision=10),
     "save_id is no identity": changed(1, save_id="best"),
     "save_id twice": changed(1, save_id=identity(2)),
@@ -156,18 +144,6 @@ def test_invalid_catalogs(what: str) -> None:
         encode(wrong, NONCE)
 
 
-@pytest.mark.parametrize(
-    "what", [what for what in WRONG if "metric is" not in what and "Unicode" not in what and what != "metric twice"]
-)
-def test_forged_catalogs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forged document with a valid digest is refused: JSON has no NaN and no lone surrogates."""
-    with monkeypatch.context() as careless:
-        careless.setattr(catalog_json, "check", lambda run, **_known: run)
-        data = encode(WRONG[what], NONCE)
-    with pytest.raises(CorruptCheckpointError):
-        decode(data)
-
-
 def test_too_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalog with one checkpoint above the limit (lowered here) is refused."""
     monkeypatch.setattr(catalog_json, "ENTRIES_MAX", 3)
@@ -186,97 +162,6 @@ def test_too_large_catalogs_are_not_written(monkeypatch: pytest.MonkeyPatch) -> 
         encode(EXAMPLE, NONCE)
 
 
-def change(path: str, value: object) -> Callable[[Document], object]:
-    """Set a field; "checkpoints.0.step" is a field of the first checkpoint."""
-
-    def carry_out(of: Any) -> None:
-        *parents, last = path.split(".")
-        for name in parents:
-            of = of[int(name)] if name.isdigit() else of[name]
-        of[last] = value
-
-    return carry_out
-
-
-def without(path: str) -> Callable[[Document], object]:
-    """Remove a field."""
-
-    def carry_out(of: Any) -> None:
-        *parents, last = path.split(".")
-        for name in parents:
-            of = of[int(name)] if name.isdigit() else of[name]
-        del of[last]
-
-    return carry_out
-
-
-HOSTILE: dict[str, Callable[[Document], object]] = {
-    **{f"without {name}": without(name) for name in document()},
-    **{f"checkpoint without {name}": without(f"checkpoints.2.{name}") for name in document()["checkpoints"][2]},
-    "another format": change("format", "dcp_remote manifest"),
-    "format is null": change("format", None),
-    "requires is text": change("requires", "dedup"),
-    "nonce is a number": change("nonce", 1),
-    "revision is text": change("revision", "1"),
-    "revision is a fraction": change("revision", 1.5),
-    "revision is true": change("revision", True),
-    "revision is huge": change("revision", 10**400),
-    "checkpoints are an object": change("checkpoints", {}),
-    "checkpoints are null": change("checkpoints", None),
-    "a checkpoint is null": change("checkpoints", [None]),
-    "a checkpoint is a list": change("checkpoints", [[1]]),
-    "step is null": change("checkpoints.0.step", None),
-    "step is a fraction": change("checkpoints.0.step", 0.5),
-    "pinned is a number": change("checkpoints.0.pinned", 1),
-    "abandoned is text": change("checkpoints.0.abandoned", "yes"),
-    "names are text": change("checkpoints.0.names", "best"),
-    "a name is a number": change("checkpoints.0.names", [1]),
-    "metrics are a list": change("checkpoints.0.metrics", [["loss", 1]]),
-    "a metric is text": change("checkpoints.0.metrics", {"loss": "low"}),
-    "a metric is null": change("checkpoints.0.metrics", {"loss": None}),
-    "a metric is huge": change("checkpoints.0.metrics", {"loss": 10**400}),
-    "deep": change("checkpoints", json.loads("[" * 900 + "]" * 900)),
-}
-
-
-@pytest.mark.parametrize("how", HOSTILE)
-def test_a_hostile_document(how: str) -> None:
-    """Each single change to a sealed document is refused, with an error of dcp_remote."""
-    hostile = document()
-    HOSTILE[how](hostile)
-    with pytest.raises(CorruptCheckpointError):
-        decode(dump(hostile))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b'{"a":1}',
-        b'{"format":NaN}',
-        b'{"format":"\xff"}',
-        b'{"format":"\\ud800"}',
-        b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        unseal(encode(EXAMPLE, NONCE))[:-1],
-        unseal(encode(EXAMPLE, NONCE)) + b"{}",
-    ],
-    ids=["another object", "NaN", "not UTF-8", "half a character", "very deep", "cut", "two"],
-)
-def test_a_sealed_text_that_is_no_document(text: bytes) -> None:
-    """A text whose digest is right, but that is no catalog, is refused."""
-    with pytest.raises(CorruptCheckpointError):
-        decode(seal(text))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("version", "2"), ("version", "1-draft.3"), ("version", ""), ("requires", ["wings"])]
-)
-def test_another_version(field: str, value: object) -> None:
-    """Another version, or an unknown feature, is refused by its name, whatever other fields the document has."""
-    newer = document() | {field: value, "checkpoints": "elsewhere"}
-    with pytest.raises(UnsupportedFormatError, match=r"wings" if field == "requires" else f"version='?{value}"):
-        decode(dump(newer))
-
-
 def test_features_that_a_writer_must_know() -> None:
     """A catalog that names them is read, with all fields, but neither written nor changed."""
     newer = decode(dump(document() | {"requires_to_write": ["wings"]}))
@@ -284,13 +169,6 @@ def test_features_that_a_writer_must_know() -> None:
     for changed in (newer, replace(newer, revision=newer.revision + 1)):
         with pytest.raises(UnsupportedFormatError, match="wings"):
             encode(changed, NONCE)
-
-
-def test_unknown_fields_are_ignored() -> None:
-    """Fields that a reader must know are listed in `requires`; other unknown fields are ignored."""
-    newer = document() | {"colour": "blue"}
-    newer["checkpoints"][0]["mood"] = {"good": True}
-    assert decode(dump(newer)) == EXAMPLE
 
 
 def test_the_holder_may_be_left_out() -> None:
@@ -323,24 +201,3 @@ def test_damage_to_any_byte() -> None:
             decode(data[:index])
     with pytest.raises(CorruptCheckpointError):
         decode(data + b" ")
-
-
-def test_damage_to_a_compressed_one() -> None:
-    """Flip bits of a few hundred bytes: refused, or decoded as written (zstd has unused bits)."""
-    data, draw = encode(large(), NONCE), random.Random(7)
-    for _ in range(300):
-        damaged = bytearray(data)
-        damaged[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        try:
-            assert decode(bytes(damaged)) == large()
-        except CorruptCheckpointError:
-            continue
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes(data: bytes) -> None:
-    """Random bytes are refused, sealed or not."""
-    with pytest.raises(CorruptCheckpointError):
-        decode(data)
-    with pytest.raises(CorruptCheckpointError):
-        decode(seal(b'{"format":' + data))

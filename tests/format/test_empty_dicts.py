@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from dcp_remote import CheckpointManager, RemoteReader, Retention, load
+from dcp_remote import CheckpointManager, Retention, load
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.empty_dicts import Path, drop_conflicting, empty_dicts, to_flatten_items
 from dcp_remote.format.manifest_validation import check
@@ -24,7 +24,6 @@ from dcp_remote.serialization.state_dict import empty_places
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.manifests import build
-from tests.support.simulated_ranks import load_as_ranks
 from tests.support.states import equal
 
 State: TypeAlias = dict[str, Any]
@@ -114,15 +113,6 @@ def test_a_thinned_checkpoint_keeps_the_others_empty_dicts() -> None:
     assert equal(load(store, step=1), {"model": {"w": torch.ones(3), "buffers": {}}})
 
 
-def test_dcp_load_ignores_empty_dicts() -> None:
-    """A manager's save is read by `dcp.load` into a state with the empty dict, and into one without."""
-    store = MemoryStore()
-    save(store, {"a": {"b": {}, "w": torch.ones(2)}})
-    for state in ({"a": {"b": {}, "w": torch.zeros(2)}}, {"a": {"w": torch.zeros(2)}}):
-        load_as_ranks([state], lambda: RemoteReader(store))
-        assert equal(state["a"]["w"], torch.ones(2))
-
-
 def test_a_name_that_is_not_unicode_is_refused_before_the_upload() -> None:
     """The name of an empty dict is checked like that of an entry."""
     store = RecordingStore(MemoryStore())
@@ -165,7 +155,6 @@ def test_entries_of_other_ranks_take_precedence(states: Sequence[State], left: l
 
 
 def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> None:
-    """The order of the ranks does not matter."""
     tables = []
     states: tuple[dict[str, Any], ...] = ({"a": {}}, {"a": {"{}": torch.ones(1)}})
     for state in states:

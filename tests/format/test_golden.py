@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from safetensors.numpy import load_file
 
 from dcp_remote import CheckpointManager, Files, load, open_run
 from dcp_remote.errors import CheckpointNotFoundError, UnsupportedFormatError
@@ -21,12 +18,10 @@ from dcp_remote.format.catalog import Catalog
 from dcp_remote.format.columns import decode_column
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.serialization.objects import _TAG_BY_NAME
-from read_without_torch import Checkpoint, UnreadableError, column, read_document
-from tests.format import write_golden
+from read_without_torch import Checkpoint, UnreadableError, read_document
 from tests.format.golden_forms import as_read, form
 from tests.format.golden_states import STATES
-
-GOLDEN = write_golden.GOLDEN
+from tests.format.write_golden import GOLDEN
 
 # Digests of all files of each folder, with their paths. A digest never changes: the files are what old releases wrote.
 DIGESTS = {
@@ -77,13 +72,7 @@ def digest_of(folder: Path) -> str:
 
 
 def test_golden_files_are_those_that_were_written() -> None:
-    """All folders are in the table, with the digest of their files."""
     assert {path.name: digest_of(path) for path in GOLDEN.iterdir()} == DIGESTS
-    assert set(DIGESTS) == set(write_golden.CASES)
-    sizes = {path: path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()}
-    # The large tensor of `blocks` compresses to a few kilobytes in git.
-    assert sum(size for path, size in sizes.items() if "blocks" not in path.parts) < 2_000_000
-    assert sum(sizes.values()) < 8_000_000
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -134,53 +123,20 @@ def test_a_reader_without_torch_reads(name: str, step: int | None) -> None:
     assert differing(found, as_read(expected)) == []
 
 
-def test_features_are_in_the_files() -> None:
-    """The files have the features for which they stand: chunks, pieces, blocks, compression, shared shards, labels."""
-
-    def shards(name: str, step: int | None = None) -> set[str]:
-        return set(Checkpoint(GOLDEN / name, step).manifest["shards"]["keys"])
-
-    chunks = Checkpoint(GOLDEN / "sharded").entries["blocks"].chunks
-    assert len(chunks) == 2
-    assert all(math.prod(sizes) > 65536 for _, sizes, _ in chunks)
-    assert len(Checkpoint(GOLDEN / "pieces").entries["cut"].chunks[0][2]) > 1
-    for name in ("compressed/manifest.json", "million/manifest.json", "catalog/catalog.json"):
-        assert (GOLDEN / name).read_bytes().startswith(b"\x28\xb5\x2f\xfd")
-    assert shards("dedup", 1) & shards("dedup", 2)
-    assert shards("thinned", 2) - shards("thinned", 1)
-    assert len(Checkpoint(GOLDEN / "replaced").manifest["replaces"]) == 1
-    assert len(Checkpoint(GOLDEN / "replaced_twice").manifest["replaces"]) == 2
-    assert Checkpoint(GOLDEN / "renewed").manifest["nonce"] == "5" * 32
-    names = ("tensors", "streams", "layouts")
-    entries = [entry for name in names for entry in Checkpoint(GOLDEN / name).entries.values()]
+def test_every_dtype_and_tag_is_in_the_files() -> None:
+    """A new one needs a golden folder."""
+    entries = [
+        entry for name in ("tensors", "streams", "layouts") for entry in Checkpoint(GOLDEN / name).entries.values()
+    ]
     assert {entry.dtype for entry in entries} == set(ITEM_BYTES)
-    assert {entry.encoding for entry in entries} == {"raw", "torch", "pickle"}
     tags = (GOLDEN / "tags" / "manifest.json").read_text() + "".join(
         path.read_bytes().decode(errors="ignore") for path in (GOLDEN / "tags").rglob("*.safetensors")
     )
     assert not [tag for tag in _TAG_BY_NAME if f'"{tag}":' not in tags]
 
 
-def test_rare_features_are_in_the_files(tmp_path: Path) -> None:
-    """The files have blocks above 64 KiB, names with suffixes, places of all kinds, and fields of later software."""
-    blocks = Checkpoint(GOLDEN / "blocks").manifest["pieces"]
-    assert sorted(column(blocks["table"])) == [0, 0, 3, 5]
-    assert max(column(blocks["length"])) > 64 * 65536
-    headers = set(chain.from_iterable(map(load_file, (GOLDEN / "header_names").rglob("*.safetensors"))))
-    assert {"runs@0,0+4000", "__metadata__#2", "__dcp_remote_blocks__#2"} <= headers
-    places = Checkpoint(GOLDEN / "raw_places").entries
-    assert [(entry.encoding, len(entry.chunks[0][2])) for entry in places.values()] == [("json+raw", 3), ("json", 3)]
-    tensors = Checkpoint(GOLDEN / "properties").manifest["tensors"]
-    assert tensors["shape"].startswith("8:")
-    assert max(column(tensors["dimensions"])) > 4
-    assert {kind["memory_format"] for kind in tensors["kinds"]} == {"contiguous", "channels_last", "preserve"}
-    assert any(kind["pin_memory"] for kind in tensors["kinds"])
-    assert {entry.encoding for entry in Checkpoint(GOLDEN / "stream_objects").entries.values()} == {"torch"}
-    manifest = next((GOLDEN / "rare_run" / "manifests").iterdir())
-    assert manifest.read_bytes().startswith(b"\x28\xb5\x2f\xfd")
-    assert Checkpoint(GOLDEN / "rare_run").entries["per_rank.0.loader"].chunks
-    assert catalog_of("future").requires_to_write == ("wings",)
-    assert "a field of the future" in Checkpoint(GOLDEN / "future").manifest
+def test_a_run_of_later_software_is_not_changed(tmp_path: Path) -> None:
+    """A feature that is needed to write is named; reading goes on, as the states above show."""
     shutil.copytree(GOLDEN / "future", tmp_path / "future")
     with pytest.raises(UnsupportedFormatError, match="wings"), CheckpointManager(tmp_path / "future") as checkpoints:
         checkpoints.run.pin(1)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.format import document, manifest_json
+from dcp_remote.format import catalog_json, document, manifest_json
 from dcp_remote.format.document import COMPRESS_FROM_BYTES, seal, unseal
 from dcp_remote.format.manifest import JSON, REPLACES_MAX, TORCH, Manifest, RunInfo, TensorKind
 from dcp_remote.format.manifest_json import decode_head, encode, make_tombstone
@@ -112,50 +111,15 @@ def test_small_documents_are_plain_json() -> None:
     assert len(encode(example())) < COMPRESS_FROM_BYTES
 
 
-# ---- one thing changed
+# ---- one number changed
 
-
-def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield every place in a JSON value except the root."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield (*path, key)
-        yield from places(item, (*path, key))
-
-
-def holder(root: Any, path: tuple[str | int, ...]) -> Any:
-    for part in path[:-1]:
-        root = root[part]
-    return root
-
-
-PLACES = list(places(example_document()))
-WRONG_TYPES: list[object] = [None, True, -1, 0, 2**63, 2**80, 1.5, "", "x", [], [[]], {}, {"x": 1}]
-
-
-@pytest.mark.parametrize("path", PLACES, ids=lambda path: ".".join(map(str, path)))
-def test_a_field_changed(path: tuple[str | int, ...]) -> None:
-    """A field deleted or replaced by values of every type: refused, or still sound (user metadata, a name)."""
-    without = example_document()
-    del holder(without, path)[path[-1]]
-    accepted = refused_or_sound(dump(without))
-    # Entries of mappings and optional lists can go without a trace; a field of the document cannot.
-    free = path[0] in {"user", "writer", "replaces", "flatten"} and len(path) > 1
-    free |= path[:2] == ("objects", "inline") and len(path) > 3
-    free |= path[:1] == ("run",) and len(path) > 2
-    assert free or accepted is None
-    for value in WRONG_TYPES:
-        changed = example_document()
-        holder(changed, path)[path[-1]] = value
-        refused_or_sound(dump(changed))
-
-
-def columns_of(value: dict[str, Any]) -> list[tuple[str | int, ...]]:
-    found = [
-        path for path in places(value) if isinstance(item := holder(value, path)[path[-1]], str) and item[1:2] == ":"
-    ]
-    assert len(found) == 15
-    return found
+COLUMNS = {
+    "shards": ("sizes", "data_starts", "table_lengths"),
+    "tensors": ("kind", "dimensions", "shape", "chunks"),
+    "chunks": ("offsets", "sizes", "pieces"),
+    "pieces": ("shard", "start", "length", "table"),
+    "objects": ("positions",),
+}
 
 
 def numbers(text: str) -> list[int]:
@@ -169,24 +133,22 @@ def packed(values: list[int]) -> str:
     return "8:" + base64.b64encode(b"".join(s.to_bytes(8, "little", signed=True) for s in steps)).decode()
 
 
-@pytest.mark.parametrize("path", columns_of(example_document()), ids=lambda path: ".".join(map(str, path)))
-def test_a_number_changed(path: tuple[str | int, ...]) -> None:
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in COLUMNS.items() for name in names])
+def test_a_number_changed(part: str, name: str) -> None:
     """Each entry of each column is changed a little, to a negative or huge number, removed, added or swapped."""
-    values = numbers(holder(example_document(), path)[path[-1]])
+    values = numbers(example_document()[part][name])
     assert values
 
     def changed_to(other: list[int]) -> Manifest | None:
         changed = example_document()
-        holder(changed, path)[path[-1]] = packed(other)
+        changed[part][name] = packed(other)
         return refused_or_sound(dump(changed))
 
     assert plain(changed_to(values)) == plain(example()), "another width is the same column"
-    assert changed_to(values[:-1]) is None
-    assert changed_to([*values, 0]) is None
-    assert changed_to([]) is None
+    for others in (values[:-1], [*values, 0], []):
+        assert changed_to(others) is None
     for i, value in enumerate(values):
-        others = [value - 1, value + 1, value + 16, -1, 2**53, 2**53 + 1, 2**62]
-        for other in others:
+        for other in (value - 1, value + 1, value + 16, -1, 2**53, 2**53 + 1, 2**62):
             accepted = changed_to([*values[:i], other, *values[i + 1 :]])
             assert accepted is None or 0 <= other <= 2**53
         for j in range(i):
@@ -237,18 +199,6 @@ def test_other_versions() -> None:
         decode(dump({**example_document(), "format": "zarr"}))
 
 
-def test_unknown_fields_are_ignored() -> None:
-    """Unknown fields are ignored in every object with fixed fields."""
-    fixed = [(), ("run",), ("shards",), ("tensors",), ("tensors", "kinds", 0), ("chunks",), ("pieces",), ("objects",)]
-    for path in [*fixed, ("objects", "stored", 0)]:
-        changed = example_document()
-        target: Any = changed
-        for part in path:
-            target = target[part]
-        target["a field of the future"] = {"x": [1, 2.5, None, "ä"]}
-        assert plain(decode(dump(changed))) == plain(example())
-
-
 def test_tombstones_are_no_checkpoints() -> None:
     data = make_tombstone("0" * 32, ("1" * 32,))
     head = decode_head(data)
@@ -285,44 +235,24 @@ def test_flipped(data: bytes) -> None:
         assert plain(manifest) == plain(decode(data))
 
 
-def test_flipped_and_sealed_again() -> None:
-    """Damage that the digest would find, with the digest made right again: refused, or still sound."""
-    rng = random.Random(8)
-    for text in (unseal(encode(example())), unseal(encode(large()))):
-        for _ in range(250):
-            flipped = bytearray(text)
-            flipped[rng.randrange(2, len(text))] ^= 1 << rng.randrange(8)
-            refused_or_sound(seal(bytes(flipped)))
-
-
 @given(st.binary(max_size=200) | st.binary(max_size=200).map(ZSTD_MAGIC.__add__))
 def test_any_bytes(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         decode(data)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"null",
-        b"[]",
-        b"{}",
-        b'"x"',
-        b"\xff\xfe{}",
-        b"\xef\xbb\xbf{}",
-        b"NaN",
-        b'{"format":"\xff"}',
-        b'{"format":"\\ud800"}',
-    ],
-)
+@pytest.mark.parametrize("text", [b"null", b"[]", b"{}", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"NaN"])
 def test_other_texts(text: bytes) -> None:
     for read in (decode, decode_head):
         with pytest.raises(CorruptCheckpointError):
             read(text)
-        if text.startswith(b'{"'):
-            with pytest.raises(CorruptCheckpointError):
-                read(seal(text))
+
+
+@pytest.mark.parametrize("text", [b'{"format":"\xff"}', b'{"format":"\\ud800"}', b'{"format":NaN}', b'{"a":1}'])
+def test_sealed_texts_that_are_no_document(text: bytes) -> None:
+    for read in (decode, decode_head, catalog_json.decode):
+        with pytest.raises(CorruptCheckpointError):
+            read(seal(text))
 
 
 @pytest.mark.parametrize("field", ["user", "objects", "run", "created", "from the future"])
@@ -408,7 +338,6 @@ def test_lone_surrogates_in_names() -> None:
 
 
 def test_unreadable_manifests_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manifest that a reader would refuse is not written."""
     for limit in ("DOCUMENT_BYTES_MAX", "STORED_BYTES_MAX"):
         with monkeypatch.context() as patch:
             patch.setattr(document, limit, 20 * KiB)
@@ -436,33 +365,6 @@ def test_save_ids() -> None:
                 read(dump({**example_document(), "save_id": save_id, "replaces": list(replaces)}))
 
 
-# ---- size
-
-
-@pytest.mark.torture(smoke=False)
-def test_size_per_chunk() -> None:
-    """1,000 tensors x 200 ranks, with FSDP's rows and uneven last ones: 200,000 chunks, each in its rank's shard.
-
-    Digests are noise and take their 16 bytes; everything else together was measured at 0.075 bytes a chunk. The goal,
-    2 bytes, is for layouts less regular than this.
-    """
-    ranks, tensors = 200, 1000
-    layouts: list[Layout] = []
-    for number in range(tensors):
-        rows, width = 200 * 4 - 1 - number % 3, 64 + 64 * (number % 5)
-        chunks = tuple(Box((4 * r, 0), (min(4, rows - 4 * r), width)) for r in range(ranks))
-        cuts = tuple((box.sizes[0] * width * 4,) for box in chunks)
-        name = f"model.layers.{number // 10}.block.{number % 10}.weight"
-        layouts.append(Layout(name, TensorKind("float32"), (rows, width), chunks, cuts))
-    manifest = build(layouts, shard_of=list(range(ranks)) * tensors)
-    data = encode(manifest)
-    count = ranks * tensors
-    assert len(manifest.tensors.chunk_pieces) == count
-    digests = 16 * (count + ranks)
-    assert (len(data) - digests) / count < 0.3
-    assert plain(decode(data)) == plain(manifest)
-
-
 def test_many_threads_decode_at_once_for_the_first_time(tmp_path: Path) -> None:
     """As when a process reads all manifests of a run: msgspec 0.22 crashes if it learns a type in two threads."""
     (tmp_path / "manifest.json").write_bytes(encode(example()))
@@ -480,5 +382,5 @@ def test_many_threads_decode_at_once_for_the_first_time(tmp_path: Path) -> None:
         for thread in threads: thread.start()
         for thread in threads: thread.join()
     """
-    for _ in range(4):
+    for _ in range(2):
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

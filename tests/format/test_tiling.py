@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.format.tiling import COMPARISONS_MAX, Comparisons, why_not_tiled
+from tests.support.manifests import boxes
 from tests.support.properties import examples
 
 
@@ -28,24 +29,12 @@ def painted_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool((canvas == 1).all())
 
 
-@st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """Cut a box in two at random places repeatedly: irregular tilings as well as grids."""
-    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
-    boxes = [Box((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 10)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dimension = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, box.sizes[dimension]))
-        for start, length in ((0, at), (at, box.sizes[dimension] - at)):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[dimension] += start
-            sizes[dimension] = length
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-    return shape, draw(st.permutations(boxes))
+SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
+# Irregular tilings as well as grids, in any order.
+TILINGS = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape, cuts_max=10).flatmap(st.permutations)))
 
 
-@given(tilings())
+@given(TILINGS)
 def test_tilings_pass(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
     """Any tiling passes: irregular, in any order, with boxes without elements."""
     shape, boxes = tiling
@@ -54,7 +43,7 @@ def test_tilings_pass(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
 
 
 @examples(300)
-@given(tilings(), st.data())
+@given(TILINGS, st.data())
 def test_anything_else_does_not(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     """A tiling with a box moved, resized, doubled or removed passes if and only if painting says so."""
     shape, boxes = tiling

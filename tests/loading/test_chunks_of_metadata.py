@@ -155,12 +155,14 @@ def test_torchs_planner_holds_the_chunks_of_one_tensor_at_a_time() -> None:
     assert count_alive() - before <= CHUNKS
 
 
-def test_a_tensor_in_one_chunk_is_not_searched() -> None:
-    """For a tensor in one chunk one object is built without a search, which took a fifth of a load of small tensors."""
-    manifest = manifest_of([((3,), (1,))] * TENSORS)
-    state = {name: torch.zeros(3) for name in manifest.tensors.names}
-    with mock.patch.object(ChunkList, "find_overlapping") as find_overlapping, counting_objects() as built:
+def test_objects_are_built_for_the_slice_of_a_rank_alone() -> None:
+    """The plan of a rank that reads rows of two chunks builds only these of fifty, for each tensor."""
+    shape = (CHUNKS * ROWS, 2)
+    manifest = manifest_of([(shape, (CHUNKS, 1))] * TENSORS)
+    rows = [((10 * ROWS + 1, 0), torch.zeros(ROWS + 1, 2))]
+    state = {f"t{n}": LocalShards(shape, torch.float32, rows) for n in range(TENSORS)}
+    with counting_objects() as built:
         plan = planned(dict(state), manifest)
-    assert (find_overlapping.call_count, built[0]) == (0, TENSORS)
-    expected = set_up(state, manifest).create_local_plan()
-    assert (plan.items, hints(plan)) == (expected.items, hints(expected))
+    assert built == [2 * TENSORS]
+    torchs = set_up(dict(state), manifest).create_local_plan()
+    assert (in_order(plan), hints(plan)) == (in_order(torchs), hints(torchs))

@@ -27,7 +27,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
-from dcp_remote.loading.downloads import DOWNLOADS_IN_FLIGHT, DOWNLOADS_WAITING, Fetch, download
+from dcp_remote.loading.downloads import DOWNLOADS_IN_FLIGHT, DOWNLOADS_WAITING, RANGE_BYTES_MAX, Fetch, download
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.request_context import remaining_seconds
 from dcp_remote.storage.wrapper import WrappedStore
@@ -254,6 +254,18 @@ def test_requests_end_with_the_load() -> None:
     list(download(store, [fetch(0, 10)], memory_budget_bytes=1000, deadline=Deadline(60, lambda: 0)))
     assert len(limits) == 1
     assert limits[0] <= 60
+
+
+def test_memory_of_ranges_is_used_again() -> None:
+    """Forty ranges of 1 MiB reuse the memory of the pending ones; malloc would keep memory for each of the threads."""
+    store = MemoryStore()
+    store.put("data", [bytes(40 * MiB)])
+    budget_bytes = DOWNLOADS_IN_FLIGHT * RANGE_BYTES_MAX
+    fetches = [Fetch("data", n * MiB, MiB, None, lambda _: b"", n) for n in range(40)]
+    # The objects themselves are kept, so that no address is used twice.
+    memories = [fetched.data.obj for fetched in download(store, fetches, memory_budget_bytes=budget_bytes)]
+    assert len(memories) == 40
+    assert len({id(memory) for memory in memories}) <= DOWNLOADS_IN_FLIGHT
 
 
 def test_drawing_may_fail() -> None:

@@ -72,17 +72,6 @@ def test_load_keeps_the_places_of_a_list(store: RecordingStore) -> None:
     assert equal(load(store, keys=["m.l.2.w", "m.l.0.b"]), {"m": {"l": [{"b": 0}, None, {"w": torch.tensor(2)}]}})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"memory_budget_bytes": 0}, {"memory_budget_bytes": -1}, {"timeout_seconds": 0}, {"timeout_seconds": -0.5}],
-)
-def test_load_refuses_limits_that_are_not_above_zero(store: RecordingStore, wrong: dict[str, Any]) -> None:
-    """Limits that are not above zero are refused without a request."""
-    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
-        load(store, **wrong)
-    assert store.calls == []
-
-
 def test_a_tensor_that_does_not_fit_is_reported_before_anything_is_read(store: RecordingStore) -> None:
     """A tensor of 2**50 bytes, more than an address space: named in the error with its size; the rest loads."""
     whole = Box((0,), (2**48,))

@@ -34,7 +34,9 @@ def play(weights: list[float], peers: float, store: float) -> tuple[float, int]:
     Returns:
         Seconds until all has arrived, and the number of units that were moved to the store.
     """
-    clock, moved = SleepClock(), 0
+    # At 100 s, where sums of ticks round down: after exactly 0.3 s, from which a rate counts, the third look would have
+    # the bytes of the first unit alone, and might move that one.
+    clock, moved = SleepClock(100.0), 0
     rates = ReadRates(clock)
     with rates.reading(int(store * UNIT)):
         clock.sleep(1.0)

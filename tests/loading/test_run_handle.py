@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ import torch
 import dcp_remote
 from dcp_remote import CheckpointInfo, CheckpointManager, RemoteReader, Retention, Run, load, open_run
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
@@ -26,26 +24,19 @@ from dcp_remote.errors import (
     PermissionDeniedError,
     StorageError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, pin_entry
-from dcp_remote.run import catalog_store
+from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run.gc import remove_orphans
-from dcp_remote.storage import MemoryStore, ObjectStore, retrying
+from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
-from dcp_remote.testing.wrappers import Lost
-from tests.support.catalogs import swapped
-from tests.support.runs import a_run, assert_sound, fence, keys, named, save, steps
+from tests.support.runs import a_run, assert_tidy, fence, keys, named, save, steps
 from tests.support.simulated_ranks import load_as_ranks
 
 _Answer = TypeVar("_Answer")
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.02)
-    monkeypatch.setattr(retrying, "RetryPolicy", policy)
-    monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -277,13 +268,6 @@ def test_what_is_read_and_goes_in_other_ways() -> None:
 # ---- deleting
 
 
-def points() -> Iterator[tuple[int, Lost]]:
-    """Yield each request, counted from 1, as lost on the way out and on the way back."""
-    for number in itertools.count(1):
-        yield number, "request"
-        yield number, "response"
-
-
 def test_a_deleted_checkpoint_takes_what_no_other_uses() -> None:
     """Delete by step and by name, where others reuse shards: the bucket holds what live checkpoints name."""
     store = a_run(1, 2, 3)
@@ -294,56 +278,9 @@ def test_a_deleted_checkpoint_takes_what_no_other_uses() -> None:
     assert keys(store) == named(store)
     run.delete("checkpoint-2")
     assert steps(store) == [3]
-    assert keys(store) == named(store)
-    assert_sound(store)
+    assert_tidy(store)
     with pytest.raises(CheckpointNotFoundError, match="steps='3'"):
         run.delete(2)
-
-
-def test_what_is_not_deleted_without_force() -> None:
-    """Delete a pinned checkpoint, and the newest: refused before anything is changed, and done with `force`."""
-    store = a_run(1, 2, 3)
-    swapped(store, lambda now: pin_entry(now, 1, pin=True))
-    run, before = open_run(store), dict(store.space.objects)
-    for step, says in ((1, "pinned"), (3, "newest")):
-        with pytest.raises(InvalidArgumentError, match=says):
-            run.delete(step)
-    assert store.space.objects == before
-    run.delete(1, force=True)
-    run.delete(3, force=True)
-    assert steps(store) == [2]
-    assert keys(store) == named(store)
-
-
-def test_killed_at_any_request() -> None:
-    """Stop a deletion before or after each of its requests: each live checkpoint is whole, and gc removes the rest."""
-    for number, lost in points():
-        store = a_run(1, 2, 3)
-        killed = FaultyStore(store, [nth(number, lost, persistent=True, error=KeyboardInterrupt)])
-        try:
-            open_run(killed).delete(2)
-        except KeyboardInterrupt:
-            pass
-        else:
-            break
-        assert_sound(store)
-        assert steps(store) in ([1, 2, 3], [1, 3])
-        remove_orphans(store, grace_seconds=0)
-        assert keys(store) == named(store)
-    assert number > 6
-
-
-def test_lost_answers_of_a_deletion() -> None:
-    """Lose each request in turn, or its answer: deleted once, and nothing is left."""
-    for number, lost in points():
-        store = a_run(1, 2, 3)
-        faulty = FaultyStore(store, [nth(number, lost)])
-        open_run(faulty).delete(2)
-        assert steps(store) == [1, 3]
-        assert keys(store) == named(store)
-        if not faulty.hits:
-            break
-    assert number > 6
 
 
 def test_objects_that_may_not_be_deleted(caplog: pytest.LogCaptureFixture) -> None:

@@ -167,7 +167,7 @@ from dcp_remote.errors import InvalidArgumentError
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 checkpoints = CheckpointManager(sys.argv[1])
 state = {"w": torch.ones(10)}
-checkpoints.save(1, state, wait=True)
+checkpoints.save(1, state)
 child = os.fork()
 if child == 0:
     with checkpoints:
@@ -181,6 +181,7 @@ if child == 0:
                 os._exit(3)
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+checkpoints.wait()
 checkpoints.save(3, state, wait=True)
 assert checkpoints.run.steps() == [1, 3]
 checkpoints.close()
@@ -189,7 +190,7 @@ checkpoints.close()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_child_that_is_forked_saves_nothing(tmp_path: Path) -> None:
-    """As a worker of a DataLoader: it is no rank, its end changes nothing, and the parent goes on."""
+    """As a worker of a DataLoader: it is no rank, its end changes nothing, and the parent's save under way goes on."""
     command = [sys.executable, "-c", FORKED, str(tmp_path)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

@@ -14,7 +14,6 @@ import torch
 from dcp_remote import CheckpointManager, PerRank, load
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import (
     BucketNotFoundError,
     CheckpointExistsError,
@@ -30,7 +29,7 @@ from dcp_remote.run.gc import find_orphans
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
-from tests.support.rank_threads import errors, managers_of, rank_threads
+from tests.support.rank_threads import manager_threads
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -88,17 +87,13 @@ def test_a_restore_that_does_not_go_on_begins_no_job() -> None:
         assert manager.run.steps() == [1, 3]
 
 
-def test_ranks_that_differ_in_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_in_going_on() -> None:
     """Some would change the run and others would not: both are told, and nothing is restored."""
-    with rank_threads(2) as them:
-        managers = managers_of(them, MemoryStore(), monkeypatch)
-        them.run(lambda group: managers[group.rank].save(1, state_of(1), wait=True))
-        ended = them.run(lambda group: managers[group.rank].restore(state_of(0), go_on=group.rank == 0))
+    with manager_threads(2, MemoryStore()) as ranks:
+        ranks.values(lambda _, manager: manager.save(1, state_of(1), wait=True))
+        ended = ranks.run(lambda rank, manager: manager.restore(state_of(0), go_on=rank == 0))
         assert all("did something else instead of the restore" in str(one.error) for one in ended)
-        ended = them.run(lambda group: managers[group.rank].restore(state_of(0), go_on=False))
-        assert [one.value for one in ended] == [1, 1]
-        for manager in reversed(managers):
-            manager.close()
+        assert ranks.values(lambda _, manager: manager.restore(state_of(0), go_on=False)) == [1, 1]
 
 
 # ---- the same step again
@@ -151,7 +146,7 @@ def test_notes_of_a_repeated_save(caplog: pytest.LogCaptureFixture) -> None:
         assert manager.run.user(1) == {"epoch": 1}
 
 
-def test_a_missing_bucket_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bucket_on_all_ranks() -> None:
     """Restore from, and save into a bucket that does not exist: the same error on every rank."""
 
     class NoBucket(MemoryStore):
@@ -162,15 +157,11 @@ def test_a_missing_bucket_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             return missing
 
     missing = BucketNotFoundError("The bucket does not exist.", bucket="data")
-    with rank_threads(2) as them:
-        managers = managers_of(them, NoBucket(), monkeypatch)
-        restored = them.run(lambda ranks: managers[ranks.rank].restore(state_of(0), "latest"))
-        saved = them.run(lambda ranks: managers[ranks.rank].save(1, state_of(1), wait=True))
-        assert 2 * [BucketNotFoundError] == [type(ended.error) for ended in restored]
-        assert 2 * [BucketNotFoundError] == [type(ended.error) for ended in saved]
-        assert all("bucket='data'" in text for text in errors(restored) + errors(saved))
-        for manager in reversed(managers):
-            manager.close()
+    with manager_threads(2, NoBucket()) as ranks:
+        ended = ranks.run(lambda _, manager: manager.restore(state_of(0), "latest"))
+        ended += ranks.run(lambda _, manager: manager.save(1, state_of(1), wait=True))
+    assert [type(one.error) for one in ended] == [BucketNotFoundError] * 4
+    assert all("bucket='data'" in str(one.error) for one in ended)
 
 
 def test_a_restore_of_values_that_no_rank_saved(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,24 +207,20 @@ def test_a_step_of_another_job_is_not_saved_again() -> None:
         assert manager.run.steps() == [1, 2, 3]
 
 
-def test_a_loop_that_begins_by_a_save(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_begins_by_a_save(caplog: pytest.LogCaptureFixture) -> None:
     """Save the restored step, and the last step twice, as nanoGPT's loop: kept at every start, and logged once."""
     store = RecordingStore(MemoryStore())
+
+    def train(manager: CheckpointManager, start: int) -> None:
+        assert (manager.restore(state_of(0)) or 0) == start
+        for step in range(start, start + 3):
+            if step % 2 == 0:
+                manager.save(step, state_of(step), name=f"step-{step}", metrics={"loss": 4.0 - step})
+        manager.save(step, state_of(step))
+
     for start in (0, 2, 4):
-        with rank_threads(2) as them:
-            managers = managers_of(them, store, monkeypatch)
-
-            def train(group: RankGroup, start: int = start, managers: Any = managers) -> None:
-                manager, state = managers[group.rank], state_of(0)
-                assert (manager.restore(state) or 0) == start
-                for step in range(start, start + 3):
-                    if step % 2 == 0:
-                        manager.save(step, state_of(step), name=f"step-{step}", metrics={"loss": 4.0 - step})
-                manager.save(step, state_of(step))
-
-            assert [ended.error for ended in them.run(train)] == [None] * 2
-            for manager in reversed(managers):
-                manager.close()
+        with manager_threads(2, store) as ranks:
+            ranks.values(lambda _, manager: train(manager, start))  # noqa: B023  # called at once
     assert [entry.step for entry in catalog_of(store).entries] == [0, 2, 4, 6]
     assert dict(entry_of(store, 2).metrics) == {"loss": 2.0}
     kept = [record.message for record in caplog.records if "stays as it is" in record.message]
@@ -293,45 +280,25 @@ def test_another_state_at_the_step_that_a_job_goes_on_from(
     assert entry_of(store, 2).names == (() if name is None else tuple([name] if isinstance(name, str) else name))
 
 
-def test_a_restored_step_with_other_metrics_and_ranks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_restored_step_with_other_metrics_and_ranks(caplog: pytest.LogCaptureFixture) -> None:
     """A loss that is computed anew differs a little, and other ranks come: kept, with the metrics that it had."""
     store = MemoryStore()
 
     def state(rank: int) -> dict[str, Any]:
         return state_of(1) | {f"of rank {rank}": torch.ones(3), "random": PerRank({"seed": rank})}
 
+    def train(rank: int, manager: CheckpointManager) -> None:
+        manager.restore(state_of(0), include=["weight", "step"])
+        manager.save(1, state(rank), metrics={"loss": 1.01})
+        with pytest.raises(CheckpointExistsError, match="differing='of rank 1'"):
+            manager.save(1, state(0), metrics={"loss": 1.0})
+
     with CheckpointManager(store) as manager:
         manager.save(1, state(0) | {"of rank 1": torch.ones(3)}, metrics={"loss": 1.0})
-    with rank_threads(2) as them:
-        managers = managers_of(them, store, monkeypatch)
-
-        def train(group: RankGroup) -> None:
-            manager = managers[group.rank]
-            manager.restore(state_of(0), include=["weight", "step"])
-            manager.save(1, state(group.rank), metrics={"loss": 1.01})
-            with pytest.raises(CheckpointExistsError, match="differing='of rank 1'"):
-                manager.save(1, state(0), metrics={"loss": 1.0})
-
-        assert [ended.error for ended in them.run(train)] == [None] * 2
-        for manager in reversed(managers):
-            manager.close()
+    with manager_threads(2, store) as ranks:
+        ranks.values(train)
     assert dict(entry_of(store, 1).metrics) == {"loss": 1.0}
-    assert [record.message for record in caplog.records if "the metrics of this save" in record.message]
-
-
-def test_an_abandoned_step_is_saved_anew() -> None:
-    """A job that went back replaces what it abandoned, although a checkpoint of that step is live."""
-    store = MemoryStore()
-    with CheckpointManager(store) as manager:
-        for step in (1, 2):
-            manager.save(step, state_of(step))
-        manager.restore(state_of(0), 1)
-        manager.save(2, state_of(22), exist_ok=True, wait=True)
-        assert manager.last_save is not None
-        assert not manager.last_save.is_repeated
-    assert load(store, step=2)["step"] == 22
+    assert "the metrics of this save" in caplog.text
 
 
 def test_an_abandoned_step_with_names_is_saved_anew() -> None:
@@ -365,70 +332,18 @@ def test_a_fenced_job_adds_no_names() -> None:
     assert entry_of(store, 1).names == ()
 
 
-def test_wrong_ways_to_save_again() -> None:
-    """Replacing and keeping exclude each other."""
-    with CheckpointManager(MemoryStore()) as manager, pytest.raises(InvalidArgumentError, match="exclude each other"):
-        manager.save(1, state_of(1), overwrite=True, exist_ok=True)
-
-
-@pytest.mark.parametrize("lost", ["request", "response"])
-def test_names_are_added_whole_or_not_at_all(lost: Any) -> None:
-    """Each request is lost in turn: repeated, so that all names and metrics are there at the end, and no more."""
-    for number in range(1, 9):
-        faulty = FaultyStore(MemoryStore(), [])
-        with CheckpointManager(faulty) as manager:
-            manager.save(1, state_of(1), wait=True)
-        inner = faulty._store
-        faulty = FaultyStore(inner, [nth(number, lost)])
-        with CheckpointManager(faulty, resumed_from=1) as manager:
-            manager.save(1, state_of(1), name="best", metrics={"loss": 1.0}, exist_ok=True, wait=True)
-        entry = entry_of(inner, 1)
-        assert (entry.names, dict(entry.metrics)) == (("best",), {"loss": 1.0})
-        assert len(catalog_of(inner).entries) == 1
-        if not faulty.hits:
-            break
-    else:
-        pytest.fail("more requests than faults")
-
-
-def test_a_repeated_save_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_save_of_ranks() -> None:
     """All ranks get the answer; the coordinator's names and its `exist_ok` count."""
     store = RecordingStore(MemoryStore())
-    with rank_threads(3) as them:
-        managers = managers_of(them, store, monkeypatch)
-        them.run(lambda group: managers[group.rank].save(1, state_of(1), wait=True))
+    with manager_threads(3, store) as ranks:
+        ranks.values(lambda _, manager: manager.save(1, state_of(1), wait=True))
         store.clear()
-        ended = them.run(
-            lambda group: managers[group.rank].save(
-                1, state_of(1), name=f"of rank {group.rank}", exist_ok=group.rank == 0, wait=True
-            )
+        ranks.values(
+            lambda rank, manager: manager.save(1, state_of(1), name=f"of rank {rank}", exist_ok=rank == 0, wait=True)
         )
-        assert [one.error for one in ended] == [None] * 3
         assert store.count("put") == 1
-        assert [one.last_save is not None and one.last_save.is_repeated for one in managers] == [True] * 3
+        assert [one.last_save is not None and one.last_save.is_repeated for one in ranks.managers] == [True] * 3
         assert entry_of(store, 1).names == ("of rank 0",)
-        for manager in reversed(managers):
-            manager.close()
-
-
-def test_errors_of_labels() -> None:
-    """The checkpoint goes while names are added: a conflict, and no name for another one."""
-    store = MemoryStore()
-    with CheckpointManager(store) as manager:
-        manager.save(1, state_of(1), wait=True)
-        coordinator = manager._coordinator
-        assert coordinator is not None
-        label = coordinator._job.label
-
-        def remove_first(*arguments: Any, **terms: Any) -> Entry:
-            swap(store, lambda now: retire_entries(now, [entry.save_id for entry in now.entries]), deadline=Deadline(9))
-            return label(*arguments, **terms)
-
-        coordinator._job.label = remove_first  # type: ignore[method-assign]
-        with pytest.raises(CommitConflictError, match="removed or replaced"):
-            manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
-    with pytest.raises(CheckpointNotFoundError):
-        load(store, step="best")
 
 
 def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
@@ -452,3 +367,43 @@ def test_a_damaged_checkpoint_names_the_older_ones(tmp_path: Path) -> None:
         assert (caught.value.details["step"], caught.value.details["older"]) == (5, "2, 1")
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.restore(state, 2) == 2
+
+
+@pytest.mark.parametrize("lost", ["request", "response"])
+def test_names_are_added_whole_or_not_at_all(lost: Any) -> None:
+    """Each request is lost in turn: repeated, so that all names and metrics are there at the end, and no more."""
+    for number in range(1, 9):
+        faulty = FaultyStore(MemoryStore(), [])
+        with CheckpointManager(faulty) as manager:
+            manager.save(1, state_of(1), wait=True)
+        inner = faulty._store
+        faulty = FaultyStore(inner, [nth(number, lost)])
+        with CheckpointManager(faulty, resumed_from=1) as manager:
+            manager.save(1, state_of(1), name="best", metrics={"loss": 1.0}, exist_ok=True, wait=True)
+        entry = entry_of(inner, 1)
+        assert (entry.names, dict(entry.metrics)) == (("best",), {"loss": 1.0})
+        assert len(catalog_of(inner).entries) == 1
+        if not faulty.hits:
+            break
+    else:
+        pytest.fail("more requests than faults")
+
+
+def test_errors_of_labels() -> None:
+    """The checkpoint goes while names are added: a conflict, and no name for another one."""
+    store = MemoryStore()
+    with CheckpointManager(store) as manager:
+        manager.save(1, state_of(1), wait=True)
+        coordinator = manager._coordinator
+        assert coordinator is not None
+        label = coordinator._job.label
+
+        def remove_first(*arguments: Any, **terms: Any) -> Entry:
+            swap(store, lambda now: retire_entries(now, [entry.save_id for entry in now.entries]), deadline=Deadline(9))
+            return label(*arguments, **terms)
+
+        coordinator._job.label = remove_first  # type: ignore[method-assign]
+        with pytest.raises(CommitConflictError, match="removed or replaced"):
+            manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
+    with pytest.raises(CheckpointNotFoundError):
+        load(store, step="best")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dcp_remote import CheckpointManager, OptimizerState, PerRank, RemoteReader, RemoteWriter, training_state
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.storage import MemoryStore
 from tests.support.states import equal
 
 
@@ -61,6 +62,13 @@ def made(
     return model, optimizer, training_state(model=model, optimizer=optimizer, random_states=False)
 
 
+def through_a_checkpoint(state: Any, template: Any, **options: Any) -> None:
+    """Save a state, and restore it into a template."""
+    with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        assert checkpoints.restore(template, **options) == 1
+
+
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
     for number in range(steps):
         model(torch.full((1, 3), 0.3 + number, dtype=torch.bfloat16)).square().sum().backward()
@@ -85,40 +93,26 @@ def test_states_keep_their_dtypes_and_bits(tmp_path: Path) -> None:
             checkpoints.save(step + 1, template, wait=True)
 
 
-def test_dcp_load_keeps_them_too(tmp_path: Path) -> None:
-    model, optimizer, _ = made(seed=1, steps=3)
-    dcp.save({"optim": OptimizerState(model, optimizer)}, storage_writer=RemoteWriter(tmp_path))
-    other, resumed, _ = made(seed=2)
-    dcp.load({"optim": OptimizerState(other, resumed)}, storage_reader=RemoteReader(tmp_path))
-    assert equal(resumed.state_dict(), optimizer.state_dict())
-
-
-def test_an_optimizer_of_one_rank_keeps_them_too(tmp_path: Path) -> None:
+def test_an_optimizer_of_one_rank_keeps_them_too() -> None:
     (_, optimizer, _), (_, resumed, _) = made(seed=1, steps=3), made(seed=2)
-    with CheckpointManager(tmp_path, progress=False) as checkpoints:
-        checkpoints.save(1, {"optim": PerRank(optimizer)}, wait=True)
-        assert checkpoints.restore({"optim": PerRank(resumed)}) == 1
+    through_a_checkpoint({"optim": PerRank(optimizer)}, {"optim": PerRank(resumed)})
     assert equal(resumed.state_dict(), optimizer.state_dict())
 
 
-def test_a_conversion_gives_the_dtypes_of_the_optimizer(tmp_path: Path) -> None:
+def test_a_conversion_gives_the_dtypes_of_the_optimizer() -> None:
     """Save states of torch's optimizer over fp32 weights, whose states are fp32; bf16 ones are converted, and kept."""
     model = nn.Linear(3, 4, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+    given = training_state(model=model, optimizer=optimizer, random_states=False)
     other, resumed, template = made(torch.optim.AdamW, seed=2)
-    with CheckpointManager(tmp_path, progress=False) as checkpoints:
-        checkpoints.save(1, training_state(model=model, optimizer=optimizer, random_states=False), wait=True)
-        with pytest.raises(StateMismatchError, match="of another dtype"):
-            checkpoints.restore(template)
-        assert checkpoints.restore(template, dtype="convert") == 1
+    with pytest.raises(StateMismatchError, match="of another dtype"):
+        through_a_checkpoint(given, template)
+    through_a_checkpoint(given, template, dtype="convert")
     (state,), (saved,) = resumed.state.values(), optimizer.state.values()
-    assert {key: value.dtype for key, value in state.items()} == {
-        "step": torch.float32,
-        "exp_avg": torch.bfloat16,
-        "exp_avg_sq": torch.bfloat16,
-    }
+    dtypes = {"step": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    assert {key: value.dtype for key, value in state.items()} == dtypes
     assert torch.equal(state["exp_avg"], saved["exp_avg"].bfloat16())
     assert other.weight.dtype == torch.bfloat16
 
@@ -175,20 +169,18 @@ class Container(Optimizer):
 
 @pytest.mark.parametrize("wraps", [Wrapper, lambda optimizer: optimizer])
 @pytest.mark.parametrize("contains", [False, True])
-def test_wrappers_and_containers(tmp_path: Path, wraps: Callable[[Optimizer], Optimizer], contains: bool) -> None:
+def test_wrappers_and_containers(wraps: Callable[[Optimizer], Optimizer], contains: bool) -> None:
     def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         wrapped = wraps(optimizer)
         return {"model": model, "optim": Container([wrapped], model) if contains else wrapped}
 
     model, optimizer, _ = made(seed=1, steps=2)
     other, resumed, _ = made(seed=2)
-    with CheckpointManager(tmp_path, progress=False) as checkpoints:
-        checkpoints.save(1, state_of(model, optimizer), wait=True)
-        assert checkpoints.restore(state_of(other, resumed)) == 1
+    through_a_checkpoint(state_of(model, optimizer), state_of(other, resumed))
     assert equal(resumed.state_dict(), optimizer.state_dict())
 
 
-def test_hooks_of_the_user_get_what_was_loaded_and_may_change_it(tmp_path: Path) -> None:
+def test_hooks_of_the_user_get_what_was_loaded_and_may_change_it() -> None:
     _, optimizer, state = made(seed=1, steps=2)
     _, resumed, template = made(seed=2)
     seen: list[torch.dtype] = []
@@ -199,9 +191,7 @@ def test_hooks_of_the_user_get_what_was_loaded_and_may_change_it(tmp_path: Path)
         values["master"] = values["master"] / 2
 
     resumed.register_load_state_dict_post_hook(halve)
-    with CheckpointManager(tmp_path, progress=False) as checkpoints:
-        checkpoints.save(1, state, wait=True)
-        assert checkpoints.restore(template) == 1
+    through_a_checkpoint(state, template)
     (found,), (saved,) = resumed.state.values(), optimizer.state.values()
     assert seen == [torch.float32]
     assert torch.equal(found["master"], saved["master"] / 2)
@@ -232,16 +222,14 @@ class Packing(Masters):
             state["master"] = state["master"] + 1
 
 
-def test_an_optimizer_that_changes_what_it_loads(tmp_path: Path) -> None:
-    """Refuse one that would go on with other values; take one whose `state_dict` gives back what was loaded."""
-    _, _, state = made(Rounding, seed=1, steps=2)
-    _, _, template = made(Rounding, seed=2)
-    with CheckpointManager(tmp_path / "rounding", progress=False) as checkpoints:
-        checkpoints.save(1, state, wait=True)
-        with pytest.raises(
-            StateMismatchError, match=r"changed states while.*Rounding.*weight\.master \(float32 \(4, 3"
-        ):
-            checkpoints.restore(template)
+def test_an_optimizer_that_changes_what_it_loads_is_refused() -> None:
+    (_, _, state), (_, _, template) = made(Rounding, seed=1, steps=2), made(Rounding, seed=2)
+    with pytest.raises(StateMismatchError, match=r"changed states while.*Rounding.*weight\.master \(float32 \(4, 3"):
+        through_a_checkpoint(state, template)
+
+
+def test_an_optimizer_that_keeps_its_state_in_another_form() -> None:
+    """Its `state_dict` gives back what was loaded."""
     _, optimizer, state = made(Packing, seed=1)
     for one in optimizer.param_groups[0]["params"]:
         one.grad = torch.full_like(one, 0.5)
@@ -250,9 +238,7 @@ def test_an_optimizer_that_changes_what_it_loads(tmp_path: Path) -> None:
     values["master"].fill_(3.0)  # of which 1 can be taken without rounding
     values["nested"]["row"].fill_(float("nan"))
     _, resumed, template = made(Packing, seed=2)
-    with CheckpointManager(tmp_path / "packing", progress=False) as checkpoints:
-        checkpoints.save(1, state, wait=True)
-        assert checkpoints.restore(template) == 1
+    through_a_checkpoint(state, template)
     (found,) = resumed.state.values()
     assert torch.equal(found["master"], values["master"])
     assert found["nested"]["row"].isnan().all()
@@ -297,9 +283,7 @@ def test_values_of_the_optimizer_itself(tmp_path: Path, kind: Callable[[Any], An
         dcp.save({"optim": OptimizerState(model, optimizer)}, storage_writer=RemoteWriter(tmp_path))
         dcp.load({"optim": OptimizerState(other, resumed)}, storage_reader=RemoteReader(tmp_path))
     else:
-        with CheckpointManager(tmp_path, progress=False) as checkpoints:
-            checkpoints.save(1, state, wait=True)
-            assert checkpoints.restore(template, exclude="optim.calls*" if way == "excluded" else ()) == 1
+        through_a_checkpoint(state, template, exclude="optim.calls*" if way == "excluded" else ())
     found: Any = resumed
     assert found.calls == (0 if way == "excluded" else 3)
     assert torch.equal(found.scale, optimizer.scale)  # type: ignore[attr-defined]  # of both kinds
@@ -330,12 +314,11 @@ class Scratching(Masters):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_state_that_an_optimizer_drops_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, own: bool) -> None:
+def test_a_state_that_an_optimizer_drops_is_said(caplog: pytest.LogCaptureFixture, own: bool) -> None:
     model, optimizer, _ = made(Scratching, seed=1, steps=2)
     other, resumed, _ = made(Scratching, seed=2)
-    with CheckpointManager(tmp_path, progress=False) as checkpoints:
-        checkpoints.save(1, {"model": model, "optim": PerRank(optimizer) if own else optimizer}, wait=True)
-        assert checkpoints.restore({"model": other, "optim": PerRank(resumed) if own else resumed}) == 1
+    wrap: Any = PerRank if own else lambda value: value
+    through_a_checkpoint({"model": model, "optim": wrap(optimizer)}, {"model": other, "optim": wrap(resumed)})
     (text,) = [record.getMessage() for record in caplog.records if record.name.endswith("optimizer_load")]
     assert f"Scratching dropped 1 of the states that its checkpoint has (state.{0 if own else 'weight'}" in text
     (found,), (saved,) = resumed.state.values(), optimizer.state.values()
@@ -343,7 +326,7 @@ def test_a_state_that_an_optimizer_drops_is_said(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("frozen", ["0", "1", ""])
-def test_a_layer_that_is_frozen_before_the_restore_keeps_its_states(tmp_path: Path, frozen: str) -> None:
+def test_a_layer_that_is_frozen_before_the_restore_keeps_its_states(frozen: str) -> None:
     """Frozen before the restore: the first layer, one that never had a state, or all; as in a job that goes on."""
 
     def job() -> tuple[nn.Module, Optimizer]:
@@ -356,9 +339,7 @@ def test_a_layer_that_is_frozen_before_the_restore_keeps_its_states(tmp_path: Pa
     optimizer.step()
     other, resumed = job()
     other.get_submodule(frozen).requires_grad_(requires_grad=False)
-    with CheckpointManager(tmp_path, progress=False) as checkpoints:
-        checkpoints.save(1, {"model": model, "optim": optimizer}, wait=True)
-        assert checkpoints.restore({"model": other, "optim": resumed}) == 1
+    through_a_checkpoint({"model": model, "optim": optimizer}, {"model": other, "optim": resumed})
     assert equal(resumed.state_dict(), optimizer.state_dict())
     assert len(resumed.state) == (2 if frozen == "1" else 4)
     assert all(parameter.grad is None for parameter in other.parameters())

@@ -53,10 +53,10 @@ else:
 @pytest.mark.parametrize(
     ("how", "end", "code"),
     [
+        ("script", "quietly", 0),
         ("script", "error", 1),
         ("script", "failed save", 1),
         ("forked child", "exit", 3),
-        ("forked child", "error", 1),
         ("forked child", "failed save", 1),
     ],
 )

@@ -25,19 +25,10 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager import progress as progress_module
 from dcp_remote.manager.progress import Progress, can_redraw, start_progress
+from tests.support.rank_threads import Clock
 
 REPOSITORY = Path(__file__).parent.parent.parent
 LOGGER = logging.getLogger("dcp_remote.manager.progress")
-
-
-class Clock:
-    """Clock that moves only when a test sets it."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def screen(written: str, *, columns: int = 80) -> list[str]:
@@ -85,12 +76,12 @@ def test_line_of_a_terminal(clock: Clock) -> None:
         (20.0, 740 * MiB, ""),
         (1.0, 10 * MiB, ""),
     ):
-        clock.seconds += seconds
+        clock.now += seconds
         progress.add(done_bytes)
-        clock.seconds += 0.1
+        clock.now += 0.1
         progress.tell(others)
         seen += screen(out.getvalue())
-        clock.seconds -= 0.1
+        clock.now -= 0.1
     assert seen == [
         "saving step 1000 [....................] 0% of 1000.0 MiB, 3 ranks are planning",
         "saving step 1000 [..............................] 1% of 1000.0 MiB",
@@ -118,7 +109,7 @@ def test_line_of_a_terminal(clock: Clock) -> None:
 def test_figures(done_bytes: int, total_bytes: int | None, seconds: float, line: str, clock: Clock) -> None:
     """Show an empty, an exceeded and an unknown total, 100% only for all bytes, and minutes and hours."""
     progress, out = on_terminal(clock, total_bytes)
-    clock.seconds += seconds
+    clock.now += seconds
     progress.add(done_bytes)
     [drawn] = screen(out.getvalue())
     assert drawn.endswith(line)
@@ -130,7 +121,7 @@ def test_at_most_ten_redraws_a_second(clock: Clock) -> None:
     for _ in range(1000):
         progress.add(1)
         progress.tell("x")
-        clock.seconds += 0.002
+        clock.now += 0.002
     assert 19 <= out.getvalue().count("saving") <= 20
 
 
@@ -144,27 +135,11 @@ def test_other_output(foreign: str, clock: Clock) -> None:
     found = screen(out.getvalue())[before - 1 :]
     for line, expected in zip(found, foreign.strip("\r").splitlines(), strict=False):
         assert line.startswith(expected)
-    clock.seconds += 1
+    clock.now += 1
     progress.add(MiB)
     progress.close("saved")
     # No progress line is left below it.
     assert screen(out.getvalue())[-2:] == ["saved", ""]
-
-
-def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Remove the line and pass on the error if the block raises."""
-    caplog.set_level(logging.INFO)
-    progress, out = on_terminal(clock)
-
-    def save() -> None:
-        with progress:
-            progress.add(MiB)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        save()
-    assert screen(out.getvalue()) == [""]
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -174,12 +149,23 @@ def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, capl
     out = io.StringIO()
     with Progress("saving", 1000 * MiB, out, is_terminal=is_terminal, clock=clock) as progress:
         progress.close("saved")
-        clock.seconds += 100
+        clock.now += 100
         progress.add(MiB)
         progress.tell("x")
         progress.close("saved twice")
     assert screen(out.getvalue()) == (["saved", ""] if is_terminal else [""])
     assert caplog.messages == ["saved"]
+
+
+def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Remove the line if the block raises."""
+    caplog.set_level(logging.INFO)
+    progress, out = on_terminal(clock)
+    with contextlib.suppress(KeyError), progress:
+        progress.add(MiB)
+        raise KeyError
+    assert screen(out.getvalue()) == [""]
+    assert caplog.messages == []
 
 
 def test_text_is_escaped(clock: Clock) -> None:
@@ -200,7 +186,7 @@ def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCapt
     out = io.StringIO()
     with Progress("saving step 7", 200 * MiB, out, is_terminal=False, clock=clock) as progress:
         for _ in range(185):
-            clock.seconds += 1
+            clock.now += 1
             progress.add(MiB)
         progress.close("saved step 7: 200.0 MiB")
     assert caplog.messages == [
@@ -210,17 +196,6 @@ def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCapt
         "saved step 7: 200.0 MiB",
     ]
     assert out.getvalue() == ""
-
-
-def test_a_short_save_logs_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Log only the last line of a save of less than a minute, also without a stream."""
-    caplog.set_level(logging.INFO, LOGGER.name)
-    progress = Progress("saving step 7", 200 * MiB, None, is_terminal=True, clock=clock)
-    progress.add(MiB)
-    clock.seconds += 59
-    progress.add(MiB)
-    progress.close("saved")
-    assert caplog.messages == ["saved"]
 
 
 @pytest.mark.parametrize(
@@ -275,13 +250,7 @@ class Broken(io.StringIO):
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize(
     "error",
-    [
-        BrokenPipeError(),
-        OSError(errno.EIO, "the terminal is gone"),
-        ValueError("I/O operation on closed file"),
-        UnicodeEncodeError("ascii", "é", 0, 1, "no such letter"),
-        RuntimeError("of a replaced stream"),
-    ],
+    [OSError(errno.EIO, "the terminal is gone"), ValueError("closed file"), RuntimeError("of a replaced stream")],
 )
 def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Raise nothing if the first, second or last write fails, and log the last line."""
@@ -289,48 +258,31 @@ def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: 
     with Progress("saving", 10, Broken(error, number), is_terminal=True, clock=clock) as progress:
         for _ in range(2):
             progress.add(1)
-            clock.seconds += 0.1
+            clock.now += 0.1
         progress.close("saved")
     assert caplog.messages[-1] == "saved"
 
 
-def test_a_stream_that_is_closed_meanwhile(clock: Clock) -> None:
-    """Raise nothing if the stream is closed during the save, as daemons close standard error."""
-    progress, out = on_terminal(clock)
-    progress.add(1)
-    out.close()
-    clock.seconds += 1
-    progress.add(1)
-    progress.close("saved")
-
-
-class Stuck(io.StringIO):
-    """Terminal that was stopped with Ctrl-S: writes block until it goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_stuck = threading.Event()
-        self.goes_on = threading.Event()
-
-    def write(self, text: str) -> int:
-        self.is_stuck.set()
-        assert self.goes_on.wait(60)
-        return super().write(text)
-
-
 def test_a_terminal_that_was_stopped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block one thread; the others count on, and the save ends."""
+    """Block one thread on a terminal that was stopped with Ctrl-S; the others count on, and the save ends."""
+    is_stuck, goes_on = threading.Event(), threading.Event()
+
+    class Stuck(io.StringIO):
+        def write(self, text: str) -> int:
+            is_stuck.set()
+            assert goes_on.wait(60)
+            return super().write(text)
+
     monkeypatch.setattr(progress_module, "_LAST_LINE_SECONDS", 0.01)
-    out = Stuck()
-    progress = Progress("saving", 10, out, is_terminal=True, clock=clock)
+    progress = Progress("saving", 10, Stuck(), is_terminal=True, clock=clock)
     held_up = threading.Thread(target=progress.add, args=(1,), daemon=True)
     held_up.start()
-    assert out.is_stuck.wait(60)
-    clock.seconds += 10
+    assert is_stuck.wait(60)
+    clock.now += 10
     progress.add(1)
     progress.tell("x")
     progress.close("saved")
-    out.goes_on.set()
+    goes_on.set()
     held_up.join(60)
     assert not held_up.is_alive()
 
@@ -341,7 +293,7 @@ def test_many_threads(clock: Clock) -> None:
 
     def count() -> None:
         for _ in range(2000):
-            clock.seconds += 0.01
+            clock.now += 0.01
             progress.add(1)
 
     threads = [threading.Thread(target=count) for _ in range(8)]
@@ -349,7 +301,7 @@ def test_many_threads(clock: Clock) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    clock.seconds += 1000  # because threads that add concurrently may have set the clock back
+    clock.now += 1000  # because threads that add concurrently may have set the clock back
     progress.tell("")
     assert " 100% of " in screen(out.getvalue())[-1]
     assert all(drawn.startswith("saving") for drawn in out.getvalue().split("\r") if drawn)
@@ -401,7 +353,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize(
     ("environment", "columns"),
-    [({}, 100), ({}, 40), ({"TERM": "dumb", "COLUMNS": "200"}, 20), ({}, 0), ({"TQDM": "1"}, 100), ({"TQDM": "1"}, 40)],
+    [({"TERM": "dumb", "COLUMNS": "200"}, 40), ({}, 0), ({"TQDM": "1"}, 100)],
 )
 def test_a_pseudoterminal(environment: dict[str, str], columns: int) -> None:
     """Wrap no line on a wide, a narrow and a terminal of unknown width, with and without tqdm; leave the last line."""
@@ -416,12 +368,9 @@ def test_a_pseudoterminal(environment: dict[str, str], columns: int) -> None:
     assert ("[#" in written) == (columns > 40)
 
 
-FULL_DISK = ["2>/dev/full"] if Path("/dev/full").exists() else []  # Linux has one
-
-
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/null", "2>&1 1>/dev/null | cat", *FULL_DISK])
+@pytest.mark.parametrize("redirection", ["2>&-", "2>&1 1>/dev/null | cat"])
 def test_no_terminal_at_all(redirection: str) -> None:
-    """Draw and raise nothing if standard error is closed, a file, a full disk or a pipe."""
+    """Draw and raise nothing if standard error is closed, or a pipe."""
     command = f'set -o pipefail; "$0" -c "$1" {redirection}'
     ended = subprocess.run(
         ["bash", "-c", command, sys.executable, SCRIPT], capture_output=True, check=False, text=True, cwd=REPOSITORY
@@ -461,7 +410,7 @@ def test_the_line_is_below_the_bars_of_tqdm(clock: Clock, monkeypatch: pytest.Mo
     progress, out = on_terminal(clock)
     with module.tqdm(total=4, file=out, desc="training", ncols=60, mininterval=0) as bar:
         for number in range(4):
-            clock.seconds += 1
+            clock.now += 1
             progress.add(MiB)
             lines = screen(out.getvalue())
             assert lines[0].startswith(f"training: {25 * number:3}%")
@@ -473,42 +422,6 @@ def test_the_line_is_below_the_bars_of_tqdm(clock: Clock, monkeypatch: pytest.Mo
     assert lines[0] == "saved step 1000"
     assert lines[1].startswith("training: 100%")
     assert lines[2:] == [""]
-
-
-def test_a_bar_that_begins_later_stays(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove only the progress line after an error, although a bar has begun below."""
-    module = _tqdm(monkeypatch)
-    progress, out = on_terminal(clock)
-    progress.add(MiB)
-    with module.tqdm(total=4, file=out, desc="training", ncols=60):
-        progress.close()
-        first, second = screen(out.getvalue())
-        assert first == ""
-        assert second.startswith("training:   0%")
-
-
-def test_without_bars_tqdm_changes_nothing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the same lines through tqdm, also the shorter after the longer, and return to the first column."""
-    _tqdm(monkeypatch)
-    progress, out = on_terminal(clock)
-    progress.tell("rank 3 is late")
-    assert screen(out.getvalue()) == ["saving step 1000 [....................] 0% of 1000.0 MiB, rank 3 is late"]
-    clock.seconds += 1
-    progress.tell("")
-    assert screen(out.getvalue() + "x") == ["xaving step 1000 [..............................] 0% of 1000.0 MiB"]
-    progress.close("saved step 1000")
-    assert screen(out.getvalue()) == ["saved step 1000", ""]
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_streams_that_fail_under_tqdm(number: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise nothing if any write through tqdm fails."""
-    _tqdm(monkeypatch)
-    with Progress("saving", 10, Broken(OSError(errno.EIO, "gone"), number), is_terminal=True, clock=clock) as progress:
-        for _ in range(2):
-            progress.add(1)
-            clock.seconds += 0.1
-        progress.close("saved")
 
 
 # ---- the argument `progress` of a manager
@@ -546,20 +459,24 @@ def test_a_function_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
     assert capfd.readouterr().err == ""
 
 
-def test_a_function_is_called_once_a_second(clock: Clock) -> None:
-    """Add bytes a thousand times in ten seconds: the function is told of some, and at the end of all."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_is_called_once_a_second(fails: bool, clock: Clock) -> None:
+    """Add bytes in ten seconds: the function is told of some, and at the end of all, but not after an error."""
     told: list[ProgressReport] = []
     progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
     progress.call(told.append, "save")
-    with progress:
-        progress.begin(3, 1000)
-        for _ in range(1000):
-            clock.seconds += 0.01
+    with contextlib.suppress(KeyError), progress:
+        progress.begin(3, 950)
+        for _ in range(950):
+            clock.now += 0.01
             progress.add(1)
+        if fails:
+            raise KeyError
         progress.close("saved")
         progress.add(1)
-    assert 10 <= len(told) <= 12
-    assert (told[0], told[-1]) == (ProgressReport("save", 3, 0, 1000), ProgressReport("save", 3, 1000, 1000))
+    assert 9 <= len(told) <= 12
+    assert told[0] == ProgressReport("save", 3, 0, 950)
+    assert (told[-1] == ProgressReport("save", 3, 950, 950)) == (not fails)
 
 
 def test_a_function_that_raises_fails_no_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -575,17 +492,6 @@ def test_a_function_that_raises_fails_no_save(caplog: pytest.LogCaptureFixture) 
     assert [report.what for report in calls] == ["save", "restore"]
     assert len(records) == 2
     assert all(record.exc_info is not None and "not called any more" in record.getMessage() for record in records)
-
-
-def test_an_error_makes_no_last_call(clock: Clock) -> None:
-    """Leave the block by an error: the function is not told that all bytes were moved."""
-    told: list[ProgressReport] = []
-    progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
-    progress.call(told.append, "save")
-    with contextlib.suppress(KeyError), progress:
-        progress.begin(3, 10)
-        raise KeyError
-    assert told == [ProgressReport("save", 3, 0, 10)]
 
 
 @pytest.mark.parametrize("setting", [True, False])
@@ -642,7 +548,7 @@ def test_in_a_notebook(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_redraw(stream)
     progress = Progress("saving step 7", 1000 * MiB, stream, is_terminal=can_redraw(stream), clock=clock)
     for _ in range(3):
-        clock.seconds += 1
+        clock.now += 1
         progress.add(100 * MiB)
     assert screen(stream.getvalue())[0].startswith("saving step 7 [######....")
     progress.close("saved step 7")

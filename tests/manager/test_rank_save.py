@@ -21,6 +21,7 @@ from dcp_remote.manager.reports import RankFigures
 from dcp_remote.manager.save_planning import Agreed, Task
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.saving.plan_cache import RankPlan, RunPlanner
+from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.counting import CountingStore
 
@@ -47,7 +48,7 @@ def _task(step: int) -> Task:
     operation: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
     return Task(
         CheckpointLabels.of(step),
-        {},
+        FlatState(values={}, paths={}),
         RunPlanner(),
         {},
         *(0.0, 0.0, 0.0, 60.0),

@@ -7,8 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dcp_remote.common.units import MiB
 from dcp_remote.manager.reports import (
@@ -64,26 +62,6 @@ def test_nothing_was_put() -> None:
     report = combine([RankFigures(0, deduplicated_bytes=5)], step=0, save_id=SAVE_ID, total_bytes=5)
     assert (report.slowest_shard, report.slowest_rank) == (None, SlowRank(0, 0.0))
     assert (report.attempts, report.background) == (1, True)
-
-
-@given(
-    st.lists(
-        st.tuples(*(st.integers(0, 1000) for _ in range(4))),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_phases_add_up_to_the_time_that_passed(ranks: list[tuple[int, int, int, int]]) -> None:
-    """Call all ranks at once; the plan is complete `planning` seconds after the last rank has copied its state."""
-    planning = ranks[0][2]
-    agreed = max(waiting + staging for waiting, staging, _, _ in ranks) + planning
-    figures = [
-        RankFigures(rank, seconds=Seconds(waiting, staging, agreed - waiting - staging, uploading))
-        for rank, (waiting, staging, _, uploading) in enumerate(ranks)
-    ]
-    report = combine(figures, step=0, save_id=SAVE_ID, total_bytes=0)
-    assert report.seconds.planning == planning
-    assert report.seconds.total == agreed + max(uploading for _, _, _, uploading in ranks)
 
 
 REPORT = replace(

@@ -17,49 +17,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_remote import CheckpointManager, Opaque, PerRank, Retention, load, training_state
-from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.loading.optimizer_differences import place_of
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
-from tests.support.rank_threads import managers_of, plain, rank_threads
+from tests.support.rank_threads import manager_threads, plain
 from tests.support.states import equal
 
 State = dict[str, Any]
-
-
-class ModelState:
-    """State of a model under the names of its parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def state_dict(self) -> State:
-        return get_model_state_dict(self._model)
-
-    def load_state_dict(self, state: State) -> None:
-        set_model_state_dict(self._model, state)
-
-
-class OptimizerState:
-    """State of an optimizer under the names of the parameters of a model."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-
-    def state_dict(self) -> State:
-        return get_optimizer_state_dict(self._model, self._optimizer)
-
-    def load_state_dict(self, state: State) -> None:
-        set_optimizer_state_dict(self._model, self._optimizer, state)
 
 
 class Counting:
@@ -89,11 +57,19 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.body(x) + more))  # type: ignore[no-any-return]  # a tensor
 
 
-def training(model: nn.Module, *, steps: int = 0) -> tuple[State, torch.optim.Optimizer]:
-    """Return the state of a model and its AdamW after some steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+def bare(model: nn.Module, *, steps: int = 0, **options: Any) -> State:
+    """Return a model and its AdamW after some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 0.01} | options)
     train(model, optimizer, steps)
-    return {"model": ModelState(model), "optim": OptimizerState(model, optimizer)}, optimizer
+    return {"model": model, "optim": optimizer}
+
+
+def steps_of(state: State) -> dict[str, float]:
+    """Return the steps of the parameters that have a state, by name."""
+    states = state["optim"].state
+    return {
+        name: float(states[value]["step"]) for name, value in state["model"].named_parameters() if states.get(value)
+    }
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -123,48 +99,22 @@ def restore(store: RecordingStore, state: State, **options: Any) -> None:
 
 
 def test_a_resized_head(store: RecordingStore) -> None:
-    """`exclude="*head.*"`: the head and its moments stay as they are, all else is loaded, and training goes on."""
-    old = Net(classes=2)
-    state, _ = training(old, steps=3)
-    save(store, state)
-    new = Net(classes=5)
-    state, optimizer = training(new)
+    """`exclude="*head.*"`: the head stays as it is, all else is loaded, and training goes on."""
+    old, new = Net(classes=2), Net(classes=5)
+    save(store, bare(old, steps=3))
+    state = bare(new)
     head = copy.deepcopy(new.head.state_dict())
     with pytest.raises(StateMismatchError, match=r"6 values of another shape: model\.head\.weight"):
         restore(store, state)
     restore(store, state, exclude="*head.*")
     assert equal(new.body.state_dict(), old.body.state_dict())
     assert equal(new.head.state_dict(), head)
-    assert optimizer.state[new.body.weight]["step"] == 3
-    assert optimizer.state[new.body.weight]["exp_avg"].any()
-    assert not optimizer.state[new.head.weight]["exp_avg"].any()
-    train(new, optimizer, 1)
-    assert optimizer.state[new.body.weight]["step"] == 4
+    train(new, state["optim"], 1)
+    assert steps_of(state) == {"body.weight": 4, "body.bias": 4, "head.weight": 1, "head.bias": 1}
     with CheckpointManager(store) as checkpoints:
         checkpoints.restore(state, exclude="*head.*")
         checkpoints.save(2, state, wait=True)
         assert checkpoints.restore(state) == 2
-
-
-def test_an_added_adapter(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
-    """`missing="keep"`: the adapter keeps its first values and empty moments, and the log says so."""
-    caplog.set_level(logging.INFO)
-    old = Net(classes=2)
-    state, _ = training(old, steps=3)
-    save(store, state)
-    new = Net(classes=2, adapter=2)
-    state, optimizer = training(new)
-    adapter, first = copy.deepcopy(new.adapter.state_dict()), next(new.adapter.parameters())
-    with pytest.raises(StateMismatchError, match=r"16 values missing in the checkpoint: model\.adapter\.0\.weight; "):
-        restore(store, state)
-    restore(store, state, missing="keep")
-    assert equal(new.body.state_dict() | new.head.state_dict(), old.body.state_dict() | old.head.state_dict())
-    assert equal(new.adapter.state_dict(), adapter)
-    assert optimizer.state[new.head.weight]["step"] == 3
-    assert not optimizer.state[first]["exp_avg"].any()
-    assert "Kept 16 values that the checkpoint lacks: model.adapter.0.weight; " in caplog.text
-    train(new, optimizer, 1)
-    assert optimizer.state[first]["exp_avg"].any()
 
 
 def test_what_was_not_loaded_is_reported(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,9 +173,8 @@ def test_a_tied_weight_that_was_saved_under_one_name(
 
 def test_a_key_that_options_leave_out_is_warned_of(store: RecordingStore, caplog: pytest.LogCaptureFixture) -> None:
     """A job that starts again with `include="model.*"` loses its optimizer: no warning if only a part is left out."""
-    old, _ = training(Net(classes=2), steps=1)
-    save(store, old)
-    new, _ = training(Net(classes=2), steps=0)
+    save(store, bare(Net(classes=2), steps=1))
+    new = bare(Net(classes=2))
     restore(store, new, include="model.*")
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
@@ -240,7 +189,7 @@ def test_a_key_that_options_leave_out_is_warned_of(store: RecordingStore, caplog
 def test_a_key_that_has_another_name(store: RecordingStore) -> None:
     """Restore under other top-level keys: the error gives the `rename` that works, and lists no name below them."""
     old = Net(classes=2)
-    save(store, {**training(old, steps=1)[0], "average": ModelState(old)})
+    save(store, {**bare(old, steps=1), "average": old})
     new = Net(classes=2)
     optimizer = torch.optim.AdamW(new.parameters())
     state: State = {"net": new, "optimizer": optimizer}
@@ -263,6 +212,125 @@ def test_a_key_that_has_another_name(store: RecordingStore) -> None:
     assert optimizer.state[new.body.weight]["step"] == 1
 
 
+class Wrapped(nn.Module):
+    """Layers of a `Net` under other names, which may have several parts, as below torch's wrappers."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        net = Net(classes=2)
+        for name, layer in zip(names, (net.body, net.head), strict=True):
+            *above, last = name.split(".")
+            parent: nn.Module = self
+            for part in above:
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(last, layer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "rename"),
+    [
+        (("module.body", "module.head"), ("body", "head"), {"model.module": "model"}),
+        (
+            ("body", "head"),
+            ("module.body", "module.head"),
+            {"model.body": "model.module.body", "model.head": "model.module.head"},
+        ),
+        (("body", "head"), ("body", "classifier"), {"model.head": "model.classifier"}),
+    ],
+)
+def test_the_ready_rename_where_first_parts_differ(
+    store: RecordingStore, saved: tuple[str, ...], now: tuple[str, ...], rename: dict[str, str]
+) -> None:
+    """The error prints the argument, with which the optimizer is loaded, too."""
+    old, new = Wrapped(*saved), Wrapped(*now)
+    optimizer = torch.optim.AdamW(old.parameters())
+    torch.stack([parameter.sum() for parameter in old.parameters()]).sum().backward()
+    optimizer.step()
+    save(store, {"model": old, "optim": optimizer})
+    state: State = {"model": new, "optim": torch.optim.AdamW(new.parameters())}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    shown = ", ".join(f'"{name}": "{other}"' for name, other in rename.items())
+    assert f"rename={{{shown}}} gives the names" in caught.value.message
+    assert "near:" not in caught.value.message
+    restore(store, state, rename=rename)
+    assert all(torch.equal(*pair) for pair in zip(new.parameters(), old.parameters(), strict=True))
+    assert len(state["optim"].state) == 4
+
+
+def test_the_ready_rename_of_a_large_model(store: RecordingStore) -> None:
+    """More names than a rank lists."""
+    save(store, {"model": {"module": {f"layer{number}": number for number in range(1_500)}}})
+    with pytest.raises(StateMismatchError, match=r'rename=\{"model.module": "model"\} gives'):
+        restore(store, {"model": {f"layer{number}": 0 for number in range(1_500)}})
+
+
+def test_no_ready_rename_where_it_is_not_certain(store: RecordingStore) -> None:
+    """Two saved layers for one of the state: names that are near are listed."""
+    save(store, {"model": {"first": {"w": torch.ones(2)}, "second": {"w": torch.ones(2)}}, "n": 1})
+    with pytest.raises(StateMismatchError, match=r'rename=\{"name in the checkpoint"') as caught:
+        restore(store, {"model": {"third": {"w": torch.zeros(2)}}, "n": 0})
+    assert "model.third.w (near: " in caught.value.message
+
+
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "expected"),
+    [
+        (
+            (ADAMW, {}),
+            (SGD, {"momentum": 0.9}),
+            "only the checkpoint has exp_avg, exp_avg_sq, step for a parameter; only the state has momentum_buffer for",
+        ),
+        (
+            (ADAMW, {}),
+            (SGD, {}),
+            "only the checkpoint has exp_avg, exp_avg_sq, step for a parameter; only the state has dampening, momentum",
+        ),
+        ((SGD, {}), (ADAMW, {}), "only the state has amsgrad, betas, capturable"),
+        ((ADAMW, {}), (ADAMW, {"amsgrad": True}), "only the state has max_exp_avg_sq for a parameter."),
+        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), "only the checkpoint has max_exp_avg_sq for a parameter."),
+    ],
+)
+def test_another_optimizer(store: RecordingStore, saved: Any, now: Any, expected: str) -> None:
+    """The message has the keys that differ, not the advice to put the optimizer into the state; `exclude` helps."""
+    old, new = Net(classes=2), Net(classes=2)
+    (old_class, old_options), (new_class, new_options) = saved, now
+    optimizer = old_class(old.parameters(), lr=0.01, **old_options)
+    train(old, optimizer, 1)
+    save(store, {"model": old, "optim": optimizer})
+    state: State = {"model": new, "optim": new_class(new.parameters(), lr=0.01, **new_options)}
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, state)
+    message = caught.value.message
+    begin = "\noptim is not the optimizer that was saved, but of another class or with other options: "
+    assert f"{begin}{expected}" in message
+    assert 'exclude=["optim.*"] begins the optimizer anew' in message
+    assert not any(text in message for text in ("put the optimizer itself", "near:", "rename="))
+    restore(store, state, exclude=["optim.*"])
+    assert equal(new.state_dict(), old.state_dict())
+    train(new, state["optim"], 1)
+
+
+def test_a_hostile_name_takes_no_time() -> None:
+    """Without a limit, the expression would try every part of the name as the place of an optimizer."""
+    assert place_of("optim.state.w.step") == "optim"
+    assert place_of("a" + ".state" * 150_000 + ".") is None
+
+
+def test_a_layer_that_the_checkpoint_lacks_is_no_other_optimizer(store: RecordingStore) -> None:
+    """All keys of the optimizer were saved, of other parameters."""
+    save(store, bare(Net(classes=2), steps=1))
+    with pytest.raises(StateMismatchError) as caught:
+        restore(store, bare(Net(classes=2, adapter=2)))
+    assert "model.adapter.0.weight" in caught.value.message
+    assert "is not the optimizer" not in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
@@ -273,8 +341,7 @@ def test_a_key_that_has_another_name(store: RecordingStore) -> None:
 )
 def test_a_state_without_values(store: RecordingStore, state: State, expected: list[str]) -> None:
     """Restore `{}` or empty dicts: whole top-level keys are named, and only an optimizer is called one."""
-    saved, _ = training(Net(classes=2), steps=1)
-    save(store, {**saved, "scheduler": {f"value{number}": number for number in range(5)}})
+    save(store, {**bare(Net(classes=2), steps=1), "scheduler": {f"value{number}": number for number in range(5)}})
     with pytest.raises(StateMismatchError) as caught:
         restore(store, state)
     assert all(text in caught.value.message for text in expected)
@@ -310,16 +377,13 @@ def test_values_that_a_new_job_lacks_at_first(store: RecordingStore, key: str) -
 
 def test_the_model_alone(store: RecordingStore) -> None:
     """`include="model.*"`: the optimizer is not touched, nor are values of single ranks and objects."""
-    old = Net(classes=2)
-    state, _ = training(old, steps=3)
-    save(store, state | {"own": PerRank(1), "count": Counting(n=1), "step": 3})
-    new = Net(classes=2)
-    state, optimizer = training(new, steps=1)
+    old, new = Net(classes=2), Net(classes=2)
+    save(store, bare(old, steps=3) | {"own": PerRank(1), "count": Counting(n=1), "step": 3})
     own, count = PerRank(Counting(n=2)), Counting(n=3)
-    state |= {"own": own, "count": count, "step": 0}
+    state = bare(new, steps=1) | {"own": own, "count": count, "step": 0}
     restore(store, state, include="model.*")
     assert equal(new.state_dict(), old.state_dict())
-    assert optimizer.state[new.body.weight]["step"] == 1
+    assert set(steps_of(state).values()) == {1.0}
     assert (own.value.calls, count.calls, state["step"]) == (0, 0, 0)
 
 
@@ -362,17 +426,12 @@ def test_a_state_that_cannot_be_changed(store: RecordingStore) -> None:
         ({"rename": {"b": None}, "missing": "keep"}, {"rename": {"w": None}, "missing": "keep"}),
     ],
 )
-def test_ranks_with_different_options(
-    store: RecordingStore, monkeypatch: pytest.MonkeyPatch, options: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+def test_ranks_with_different_options(store: RecordingStore, options: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """An error on all ranks: else one rank would keep what the others load."""
     save(store, {"w": torch.ones(2), "b": torch.ones(2)})
     states: list[State] = [{"w": torch.zeros(2), "b": torch.zeros(2)} for _ in range(2)]
-    with rank_threads(2) as them:
-        managers = managers_of(them, store, monkeypatch)
-        ended = them.run(lambda ranks: managers[ranks.rank].restore(states[ranks.rank], **options[ranks.rank]))
-        for manager in managers:
-            manager.close()
+    with manager_threads(2, store) as ranks:
+        ended = ranks.run(lambda rank, manager: manager.restore(states[rank], **options[rank]))
     for one in ended:
         assert isinstance(one.error, InvalidArgumentError)
         assert "different options" in one.error.what
@@ -380,33 +439,7 @@ def test_ranks_with_different_options(
     assert not any(value.any() for state in states for value in state.values())
 
 
-def test_an_older_layout(store: RecordingStore) -> None:
-    """`rename`: a model that was saved under other names, from a checkpoint with averages beside it."""
-    old, average = Net(classes=2), Net(classes=2)
-    save(store, {"net": ModelState(old), "ema": ModelState(average)})
-    new = Net(classes=2)
-    state: State = {"model": ModelState(new)}
-    restore(store, state, rename={"ema": "model", "net": None})
-    assert equal(new.state_dict(), average.state_dict())
-    restore(store, state, rename=lambda name: name.replace("net.", "model."), unexpected="ignore")
-    assert equal(new.state_dict(), old.state_dict())
-
-
 # ---- bare optimizers
-
-
-def bare(model: nn.Module, *, steps: int = 0, **options: Any) -> State:
-    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 0.01} | options)
-    train(model, optimizer, steps)
-    return {"model": model, "optim": optimizer}
-
-
-def steps_of(state: State) -> dict[str, float]:
-    """Return the steps of the parameters that have a state, by name."""
-    states = state["optim"].state
-    return {
-        name: float(states[value]["step"]) for name, value in state["model"].named_parameters() if states.get(value)
-    }
 
 
 @pytest.mark.parametrize(
@@ -458,62 +491,32 @@ def test_an_excluded_optimizer_that_cannot_make_its_state(store: RecordingStore)
     assert not fresh["optim"].state
 
 
-def test_stages_with_parameters_that_had_no_gradient(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has other parameters, of which some never had a gradient: these have no state afterwards."""
-
-    def stage(rank: int, steps: int) -> State:
-        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in (f"layer{rank}", f"unused{rank}")})
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(steps):
-            model[f"layer{rank}"](torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-        return {"model": model, "optim": optimizer}
-
-    with rank_threads(2) as them:
-        managers = managers_of(them, store, monkeypatch)
-        states = [stage(0, 0), stage(1, 1)]
-
-        def save_and_restore(ranks: Any) -> None:
-            managers[ranks.rank].save(1, stage(ranks.rank, 3), wait=True)
-            managers[ranks.rank].restore(states[ranks.rank])
-
-        assert [one.error for one in them.run(save_and_restore)] == [None, None]
-        for manager in managers:
-            manager.close()
-    for rank, state in enumerate(states):
-        assert steps_of(state) == {f"layer{rank}.weight": 3.0, f"layer{rank}.bias": 3.0}
+def stage(rank: int, steps: int, name: str = "layer") -> State:
+    """Return the state of a rank after some steps; one of its layers never has a gradient."""
+    model = nn.ModuleDict({f"{one}{rank}": nn.Linear(4, 4) for one in (name, "unused")})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model[f"{name}{rank}"](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optim": optimizer}
 
 
-def test_a_stage_that_never_had_a_gradient(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No parameter of one rank had a gradient: its optimizer has no state afterwards, and the checkpoint is restored.
+@pytest.mark.parametrize("trained", [2, 1])
+def test_stages_with_parameters_that_had_no_gradient(store: RecordingStore, trained: int) -> None:
+    """Parameters that never had a gradient, some of each rank or all of one, have no state afterwards.
 
     Other names in the state are an error as before, on both ranks.
     """
-
-    def stage(rank: int, steps: int, name: str = "layer") -> State:
-        model = nn.ModuleDict({f"{name}{rank}": nn.Linear(4, 4)})
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(steps if rank == 0 else 0):
-            model[f"{name}{rank}"](torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-        return {"model": model, "optim": optimizer}
-
-    with rank_threads(2) as them:
-        managers = managers_of(them, store, monkeypatch)
-        states, others = [stage(rank, 0) for rank in range(2)], [stage(rank, 0, "other") for rank in range(2)]
-
-        def save_and_restore(ranks: Any) -> None:
-            managers[ranks.rank].save(1, stage(ranks.rank, 3), wait=True)
-            managers[ranks.rank].restore(states[ranks.rank])
-
-        assert [one.error for one in them.run(save_and_restore)] == [None, None]
-        errors = [one.error for one in them.run(lambda ranks: managers[ranks.rank].restore(others[ranks.rank]))]
-        assert all(isinstance(error, StateMismatchError) for error in errors)
-        assert "missing=16 unexpected=10" in str(errors[0])
-        for manager in managers:
-            manager.close()
-    assert [steps_of(state) for state in states] == [{"layer0.weight": 3.0, "layer0.bias": 3.0}, {}]
-    assert not any(state["optim"].state for state in others)
+    states, others = [stage(0, 0), stage(1, trained - 1)], [stage(rank, 0, "other") for rank in range(2)]
+    with manager_threads(2, store) as ranks:
+        ranks.values(lambda rank, manager: manager.save(1, stage(rank, 3 if rank < trained else 0), wait=True))
+        assert ranks.values(lambda rank, manager: manager.restore(states[rank])) == [1, 1]
+        ended = ranks.run(lambda rank, manager: manager.restore(others[rank]))
+        assert [type(one.error) for one in ended] == [StateMismatchError] * 2
+        assert not any(state["optim"].state for state in others)
+    for rank, state in enumerate(states):
+        names = (f"layer{rank}.weight", f"layer{rank}.bias") if rank < trained else ()
+        assert steps_of(state) == dict.fromkeys(names, 3.0)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -586,14 +589,6 @@ def test_what_a_restore_would_leave_out(store: RecordingStore, caplog: pytest.Lo
     assert "Left out 3 values of the checkpoint: more.a; optim.state.w; per_rank.*.own." in caplog.text
 
 
-def test_keys_that_are_numbers(store: RecordingStore) -> None:
-    """A state with integers for keys is compared by their text, and gets its values under its own keys."""
-    save(store, {"s": {0: torch.ones(1), 1: {2: "a"}}})
-    state: State = {"s": {0: torch.zeros(1), 1: {2: ""}, 3: 5}}
-    restore(store, state, missing="keep")
-    assert equal(state, {"s": {0: torch.ones(1), 1: {2: "a"}, 3: 5}})
-
-
 def test_a_thinned_checkpoint(store: RecordingStore) -> None:
     """Ask for entries that retention deleted: the error calls them thinned; `missing="keep"` restores the rest."""
     first, second = ({"model": torch.full((2,), n), "optim": {"m": torch.full((2,), n)}} for n in (1.0, 2.0))
@@ -630,35 +625,29 @@ def test_states_without_a_shape_or_an_end(store: RecordingStore) -> None:
 # ---- several ranks
 
 
-def test_structures_that_differ_between_ranks(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_structures_that_differ_between_ranks(store: RecordingStore) -> None:
     """A value on one rank and a dict on the other: an error that names both places, and no damaged manifest."""
     states: list[State] = [{"x": 5, "w": torch.ones(2)}, {"x": {"a": torch.ones(1)}, "w": torch.ones(2)}]
-    with rank_threads(2) as them:
-        managers = managers_of(them, store, monkeypatch)
-        ended = them.run(lambda ranks: managers[ranks.rank].save(1, states[ranks.rank], wait=True))
-        for manager in managers:
-            manager.close()
+    with manager_threads(2, store) as ranks:
+        ended = ranks.run(lambda rank, manager: manager.save(1, states[rank], wait=True))
     assert {type(one.error) for one in ended} == {InvalidArgumentError}
     assert all("names='x and x.a' found=1" in str(one.error) for one in ended)
 
 
-def test_ranks_agree(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree(store: RecordingStore) -> None:
     """Stages of a pipeline restore their parts; a misfit of one rank is one error on all, before a shard is read."""
     states = [{f"stage{rank}": {"w": torch.full((3,), rank + 1.0)}, "own": PerRank(rank)} for rank in range(3)]
-    with rank_threads(3) as them:
-        managers = managers_of(them, store, monkeypatch)
-        assert not any(
-            e.error for e in them.run(lambda ranks: managers[ranks.rank].save(1, states[ranks.rank], wait=True))
-        )
-        blank: list[State] = [{f"stage{rank}": {"w": torch.zeros(3)}, "own": PerRank(None)} for rank in range(3)]
-        assert not any(e.error for e in them.run(lambda ranks: managers[ranks.rank].restore(blank[ranks.rank])))
+    blank: list[State] = [{f"stage{rank}": {"w": torch.zeros(3)}, "own": PerRank(None)} for rank in range(3)]
+    with manager_threads(3, store) as ranks:
+        ranks.values(lambda rank, manager: manager.save(1, states[rank], wait=True))
+        ranks.values(lambda rank, manager: manager.restore(blank[rank]))
         for rank in range(3):
             assert equal(blank[rank][f"stage{rank}"], states[rank][f"stage{rank}"])
             assert blank[rank]["own"].value == rank
         store.clear()
         blank[2]["stage2"]["w"] = torch.zeros(4)
         del blank[1]["stage1"], blank[1]["own"]
-        errors = [e.error for e in them.run(lambda ranks: managers[ranks.rank].restore(blank[ranks.rank]))]
+        errors = [one.error for one in ranks.run(lambda rank, manager: manager.restore(blank[rank]))]
         assert {type(error) for error in errors} == {StateMismatchError}
         # A rank that is late hears of the error from rank 0, whose process its details then name.
         assert len({plain(error).removesuffix(" rank=0") for error in errors}) == 1
@@ -666,63 +655,17 @@ def test_ranks_agree(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> 
         assert "another shape: stage2.w (saved: (3,), state: (4,))" in str(errors[0])
         assert "ranks='1, 2'" in str(errors[0])
         assert not [key for _, key in store.calls if key.startswith("shards/")]
-        for manager in managers:
-            manager.close()
 
 
-def test_a_stateful_is_told_on_all_ranks_or_none(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stateful_is_told_on_all_ranks_or_none(store: RecordingStore) -> None:
     """`load_state_dict` may be a collective operation: one rank that loads a value of it is enough for all."""
-    with rank_threads(2) as them:
-        managers = managers_of(them, store, monkeypatch)
-
-        def save_state(ranks: Any) -> None:
-            managers[ranks.rank].save(1, {"a": Counting(x=1), "step": 1}, wait=True)
-
-        assert not any(ended.error for ended in them.run(save_state))
-        some = [Counting(x=0), Counting(y=0)]
-        none = [Counting(u=0), Counting(v=0)]
-
-        def restore_state(ranks: Any) -> None:
-            state = {"a": some[ranks.rank], "b": none[ranks.rank], "step": 0}
-            managers[ranks.rank].restore(state, missing="keep")
-
-        assert not any(ended.error for ended in them.run(restore_state))
-        assert [one.calls for one in some] == [1, 1]
-        assert [one.calls for one in none] == [0, 0]
-        for manager in managers:
-            manager.close()
-
-
-def test_what_ranks_send(store: RecordingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send a digest where all fits, and no names; where ranks differ, one rank of each kind sends its comparison."""
-    names = [f"layer{number}" for number in range(40)]
-    sent: list[tuple[int, object]] = []
-    gather = Collective.gather
-
-    def gathering(self: Collective, value: Any, decide: Any) -> Any:
-        sent.append((self._member.rank, value))
-        return gather(self, value, decide)
-
-    with rank_threads(4) as them:
-        managers = managers_of(them, store, monkeypatch)
-
-        def save_state(ranks: Any) -> None:
-            managers[ranks.rank].save(1, dict.fromkeys(names, 1), wait=True)
-
-        assert not any(ended.error for ended in them.run(save_state))
-        monkeypatch.setattr(Collective, "gather", gathering)
-        for parts, checks in ((1, 0), (2, 2)):
-            sent.clear()
-
-            def restore_state(ranks: Any, parts: int = parts) -> None:
-                managers[ranks.rank].restore(dict.fromkeys(names[ranks.rank % parts :: parts], 0))
-
-            assert not any(ended.error for ended in them.run(restore_state))
-            kinds = [type(value).__name__ for _, value in sent]
-            assert kinds.count("_CheckDigest") == 4
-            assert kinds.count("StateCheck") == checks
-        for manager in managers:
-            manager.close()
+    some, none = [Counting(x=0), Counting(y=0)], [Counting(u=0), Counting(v=0)]
+    with manager_threads(2, store) as ranks:
+        ranks.values(lambda _, manager: manager.save(1, {"a": Counting(x=1), "step": 1}, wait=True))
+        states = [{"a": some[rank], "b": none[rank], "step": 0} for rank in range(2)]
+        ranks.values(lambda rank, manager: manager.restore(states[rank], missing="keep"))
+    assert [one.calls for one in some] == [1, 1]
+    assert [one.calls for one in none] == [0, 0]
 
 
 class Point(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dcp_remote import CheckpointManager, SavePolicy
 from dcp_remote.coordination.group import RankGroup
@@ -18,7 +17,7 @@ from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.save_policy import SaveSchedule
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import FaultyStore, matching
-from tests.support.rank_threads import Clock, Ended, held, managers_of, rank_threads, wait_until
+from tests.support.rank_threads import Clock, LostStore, held, manager_threads, rank_threads, wait_until
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -86,18 +85,7 @@ def test_a_training_loop_with_one_if() -> None:
 
 
 def test_a_save_that_fails_is_due_again() -> None:
-    """The same step, asked about once more."""
-    with CheckpointManager(MemoryStore(), save_policy=SavePolicy(every_steps=2)) as checkpoints:
-        with pytest.raises(InvalidArgumentError):
-            checkpoints.save(2, state_of(2), name="7", wait=True)
-        assert checkpoints.should_save(2)
-        checkpoints.save(2, state_of(2))
-        assert not checkpoints.should_save(2)
-        assert not checkpoints.should_save(3)
-
-
-def test_a_save_that_fails_in_the_background_is_due_again() -> None:
-    """It counts as saved until its error is raised; a save that fails leaves the one before as it is."""
+    """It counts as saved until its error is raised; so is one whose call raises. The one before stays saved."""
     is_down = False
 
     def is_refused(verb: str, _key: str, _number: int) -> bool:
@@ -107,6 +95,9 @@ def test_a_save_that_fails_in_the_background_is_due_again() -> None:
         MemoryStore(), [matching(is_refused, "request", persistent=True, error=lambda: StorageError("refused"))]
     )
     with CheckpointManager(store, save_policy=SavePolicy(every_steps=2)) as checkpoints:
+        with pytest.raises(InvalidArgumentError):
+            checkpoints.save(2, state_of(2), name="7", wait=True)
+        assert checkpoints.should_save(2)
         checkpoints.save(2, state_of(2), wait=True)
         is_down = True
         with pytest.raises(DcpRemoteError, match="refused"):
@@ -218,7 +209,7 @@ def test_ranks_that_cannot_agree_leave_a_save_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rank does not answer: the others go on without that save, which is said once."""
-    monkeypatch.setattr("dcp_remote.manager.save_policy.AGREEMENT_SECONDS", 0.2)
+    monkeypatch.setattr("dcp_remote.manager.save_policy.agreement_seconds", lambda _: 0.2)
     clock = Clock()
     with rank_threads(2, beat_seconds=0.01) as them, caplog.at_level(logging.WARNING, "dcp_remote"):
         first = SaveSchedule(SavePolicy(every_seconds=60), them.ranks[0])
@@ -233,21 +224,7 @@ def test_ranks_that_cannot_agree_leave_a_save_out(
 
 def test_without_the_store_of_the_ranks_a_save_is_due() -> None:
     """The save then raises what has happened, where a training would go on without checkpoints, and without a word."""
-
-    class Lost:
-        is_lost = False
-
-        def __init__(self) -> None:
-            self._store = dist.HashStore()
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "clone":
-                raise AttributeError(name)
-            if self.is_lost:
-                raise dist.DistNetworkError("Broken pipe")
-            return getattr(self._store, name)
-
-    store, clock = Lost(), Clock()
+    store, clock = LostStore(), Clock()
     ranks = RankGroup(1, 2, store, beat_seconds=0.01)  # type: ignore[arg-type]
     schedule = SaveSchedule(SavePolicy(every_seconds=60), ranks, clock=clock)
     assert not schedule.should_save(1)
@@ -263,34 +240,27 @@ def test_without_the_store_of_the_ranks_a_save_is_due() -> None:
 # ---- preemption
 
 
-def test_ranks_that_are_preempted_save_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every_steps", [1, 1000])
+def test_ranks_that_are_preempted_save_and_stop(every_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank hears of SIGTERM: all save at one step, stop, and commit; at a step by number they save once."""
     monkeypatch.setattr(Preemption, "install", lambda preemption: preemption._ranks.start_heartbeat())
-    for every_steps in (1, 1000):
-        store, barrier = MemoryStore(), threading.Barrier(2)
-        with rank_threads(2, beat_seconds=0.01) as them:
-            managers = managers_of(them, store, monkeypatch, save_policy=SavePolicy(every_steps=every_steps))
+    barrier, policy = threading.Barrier(2), SavePolicy(every_steps=every_steps)
 
-            def train(
-                ranks: RankGroup, managers: list[CheckpointManager] = managers, barrier: threading.Barrier = barrier
-            ) -> int:
-                checkpoints, step = managers[ranks.rank], 0
-                while step < 500 and not checkpoints.should_stop:
-                    step += 1
-                    barrier.wait(20)
-                    time.sleep(0.002)
-                    if ranks.rank == 1 and step == 3:
-                        checkpoints._preemption.record_signal()
-                    if checkpoints.should_save(step):
-                        checkpoints.save(step, state_of(step), wait=True)
-                return step
+    def train(rank: int, checkpoints: CheckpointManager) -> int:
+        step = 0
+        while step < 500 and not checkpoints.should_stop:
+            step += 1
+            barrier.wait(20)
+            time.sleep(0.002)
+            if rank == 1 and step == 3:
+                checkpoints._preemption.record_signal()
+            if checkpoints.should_save(step):
+                checkpoints.save(step, state_of(step), wait=True)
+        return step
 
-            ended: list[Ended[int]] = them.run(train)
-            assert [one.error for one in ended] == [None, None]
-            stopped = ended[0].value
-            assert stopped is not None
-            assert [one.value for one in ended] == [stopped] * 2
-            assert 3 <= stopped < 500
-            assert managers[0].run.steps() == (list(range(1, stopped + 1)) if every_steps == 1 else [stopped])
-            for manager in reversed(managers):
-                manager.close()
+    with manager_threads(2, MemoryStore(), beat_seconds=0.01, save_policy=policy) as ranks:
+        stopped, other = ranks.values(train)
+        assert stopped is not None
+        assert stopped == other
+        assert 3 <= stopped < 500
+        assert ranks.managers[0].run.steps() == (list(range(1, stopped + 1)) if every_steps == 1 else [stopped])

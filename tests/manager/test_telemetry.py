@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader, NumberDataPoint
@@ -21,14 +24,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from dcp_remote import CheckpointManager
 from dcp_remote.errors import SaveFailedError, StorageError
 from dcp_remote.manager import telemetry as telemetry_module
 from dcp_remote.manager.reports import LoadReport, LoadSeconds, SaveReport, Seconds, SlowRank, SlowShard
-from dcp_remote.manager.telemetry import Telemetry
+from dcp_remote.manager.telemetry import METRICS, Telemetry
+from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.storage import MemoryStore, open_store
 
 REPOSITORY = Path(__file__).parent.parent.parent
 SAVE_ID = "0123456789abcdef0123456789abcdef"
+URL = "dcp_remote.storage.url"
 
 SAVED = SaveReport(
     step=7,
@@ -56,7 +62,12 @@ class Collected:
         self.tracer_provider = TracerProvider()
         self.tracer_provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.meter_provider = MeterProvider([self._reader])
-        self.telemetry = Telemetry(self.tracer_provider, self.meter_provider)
+        self.now = 1_767_323_045.0  # 2026-01-02T03:04:05 UTC
+        self.telemetry = self.another()
+
+    def another(self) -> Telemetry:
+        """Return the telemetry of another manager, with the same providers and clock."""
+        return Telemetry(self.tracer_provider, self.meter_provider, lambda: self.now)
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
@@ -66,7 +77,7 @@ class Collected:
         return {span.name: span for span in found}
 
     def points(self) -> dict[str, dict[tuple[Any, ...], NumberDataPoint | HistogramDataPoint]]:
-        """Return data points by metric name and by attribute values, which are sorted by attribute name."""
+        """Return data points by metric name and by attribute values but the URL, sorted by attribute name."""
         data = self._reader.get_metrics_data()
         metrics = [
             metric
@@ -77,7 +88,7 @@ class Collected:
         assert len({metric.name for metric in metrics}) == len(metrics)
         return {
             metric.name: {
-                tuple(value for _, value in sorted((point.attributes or {}).items())): point
+                tuple(value for name, value in sorted((point.attributes or {}).items()) if name != URL): point
                 for point in metric.data.data_points
                 if isinstance(point, (NumberDataPoint, HistogramDataPoint))
             }
@@ -214,7 +225,8 @@ def test_metrics(collected: Collected) -> None:
     """Count two saves, one of them without a shard, a load, two failures, and a save without a report."""
     store = MemoryStore("run")
     collected.telemetry.save(store, step=7).end(SAVED)
-    collected.telemetry.save(store, step=7).end(replace(SAVED, slowest_shard=None, written_bytes=1, retries=0))
+    waited_for = replace(SAVED, slowest_shard=None, written_bytes=1, retries=0, background=False)
+    collected.telemetry.save(store, step=7).end(waited_for)
     collected.telemetry.save(store, step=7, rank=1).end()
     collected.telemetry.load(store, step=7).end(LOADED)
     collected.telemetry.save(store, step=8).fail(SaveFailedError("No."))
@@ -226,6 +238,7 @@ def test_metrics(collected: Collected) -> None:
         "dcp_remote.requests": {("save",): 40, ("load",): 10},
         "dcp_remote.retries": {("save",): 3, ("load",): 1},
         "dcp_remote.failures": {("save", "SaveFailedError"): 1, ("load", "KeyboardInterrupt"): 1},
+        "dcp_remote.blocked.duration": {(): 0.75 + 4.9375},
         "dcp_remote.duration": {("save",): 2 * 4.9375, ("load",): 2.5},
         "dcp_remote.phase.duration": {
             ("save", "waiting"): 0.5,
@@ -245,13 +258,94 @@ def test_metrics(collected: Collected) -> None:
     assert 0.3 in staging.explicit_bounds
 
 
-def test_several_managers_share_instruments(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
-    """Create instruments of the same names twice: the SDK merges them without a warning."""
-    for _ in range(2):
-        telemetry = Telemetry(collected.tracer_provider, collected.meter_provider)
-        telemetry.save(MemoryStore("run"), step=7).end(SAVED)
-    assert collected.numbers()["dcp_remote.bytes.written"] == {(): 600}
-    assert caplog.messages == []
+# ---- what is observed
+
+
+def observe(telemetry: Telemetry, url: str = "run") -> BackgroundDeletions:
+    """Observe a telemetry as the coordinator's manager does; return its deletions."""
+    store = MemoryStore(url)
+    deletions = BackgroundDeletions(store)
+    telemetry.observe(store, deletions)
+    return deletions
+
+
+def test_age_of_the_newest_checkpoint(collected: Collected) -> None:
+    """Restore a checkpoint that is an hour old, fail to save, keep a checkpoint, save: only the save makes it young."""
+    telemetry, store = collected.telemetry, MemoryStore("run")
+    observe(telemetry)
+
+    def age() -> float | None:
+        return collected.numbers().get("dcp_remote.checkpoint.age", {}).get(())
+
+    assert age() is None  # nothing is known yet
+    telemetry.load(store).end(LOADED)
+    telemetry.note_restored("2026-01-02T02:04:05+00:00")
+    assert age() == 3600.0
+    collected.now += 60
+    telemetry.save(store, step=8).fail(SaveFailedError("No."))
+    telemetry.save(store, step=7).end(replace(SAVED, is_repeated=True))
+    telemetry.save(store, step=9)  # under way
+    assert age() == 3660.0
+    telemetry.save(store, step=9).end(SAVED)
+    collected.now += 5
+    assert age() == 5.0
+    collected.now -= 60  # the clock was set back
+    assert age() == 0.0
+    telemetry.close()
+    assert age() is None
+
+
+@pytest.mark.parametrize("created", ["", "yesterday", "0001-01-01T00:00:00"])
+def test_age_without_a_checkpoint(collected: Collected, created: str) -> None:
+    """Count from the first call if no save succeeds, and from the restore if its checkpoint has no readable time."""
+    observe(collected.telemetry)
+    collected.telemetry.load(MemoryStore("run")).end()
+    collected.now += 600
+    collected.telemetry.load(MemoryStore("run")).end()
+    collected.telemetry.note_restored(created)
+    assert collected.numbers()["dcp_remote.checkpoint.age"] == {(): 600.0}
+
+
+def test_managers_of_one_process(collected: Collected, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observe two managers with one provider, each by its URL, and neither in a forked child."""
+    other = collected.another()
+    observe(collected.telemetry, "one").orphans_left = 3
+    observe(other, "two").retention_failures = 2
+
+    def urls() -> dict[str, float]:
+        metrics: Any = collected._reader.get_metrics_data()
+        found = metrics.resource_metrics[0].scope_metrics[0].metrics if metrics is not None else []
+        orphans = [metric.data.data_points for metric in found if metric.name == "dcp_remote.orphans.left"]
+        return {point.attributes[URL]: point.value for points in orphans for point in points}
+
+    assert urls() == {"memory://one": 3, "memory://two": 0}
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        assert urls() == {}
+    collected.telemetry.close()
+    assert urls() == {"memory://two": 0}
+    other.close()
+
+
+def test_a_manager_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save, and restore in another manager: its age is that of the checkpoint; `go_on=False` leaves it alone."""
+    collected, state = Collected(), {"x": torch.zeros(2)}
+    monkeypatch.setattr("dcp_remote.manager.manager.Telemetry", collected.another)
+    collected.now = time.time()
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        checkpoints.save(2, state, wait=True)
+    numbers = collected.numbers()
+    assert numbers["dcp_remote.blocked.duration"][()] == numbers["dcp_remote.duration"]["save",]
+    assert "dcp_remote.checkpoint.age" not in numbers
+    collected.now += 900
+    with CheckpointManager(tmp_path, progress=False) as checkpoints:
+        assert checkpoints.restore(state, go_on=False) == 2
+        assert collected.numbers()["dcp_remote.checkpoint.age"] == {(): 0.0}
+        assert checkpoints.restore(state) == 2
+        assert 899 <= collected.numbers()["dcp_remote.checkpoint.age"][()] < 920
+        assert checkpoints.last_load is not None
+        assert checkpoints.last_load.created == checkpoints.run.checkpoints()[1].created
 
 
 # ---- failures
@@ -360,15 +454,6 @@ def test_errors_of_opentelemetry_fail_no_save(
 # ---- without OpenTelemetry
 
 
-def test_without_an_sdk() -> None:
-    """Do nothing with the API alone, as the extra installs it, and no global providers."""
-    saving = Telemetry().save(MemoryStore("run"), step=7)
-    with saving.phase("staging"):
-        pass
-    saving.end(SAVED)
-    Telemetry().load(MemoryStore("run")).fail(KeyError())
-
-
 WITHOUT = """
 import sys
 sys.modules["opentelemetry"] = None
@@ -382,7 +467,10 @@ try:
         raise KeyError("raised in the block")
 except KeyError as error:
     saving.fail(error)
-telemetry.Telemetry().load(MemoryStore("run")).end()
+loads = telemetry.Telemetry()
+loads.observe(MemoryStore("run"), None)
+loads.load(MemoryStore("run")).end()
+loads.close()
 print(telemetry.IS_INSTALLED, [name for name in sys.modules if name.startswith("opentelemetry.")])
 """
 
@@ -395,11 +483,12 @@ def test_without_the_api() -> None:
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "False []", "")
 
 
-# ---- the docstring
+# ---- the table and the docstring
 
 
-def test_the_docstring_names_everything(collected: Collected) -> None:
-    """Name every metric, attribute and phase in the module's docstring, and no others."""
+def test_the_table_and_the_docstring_name_everything(collected: Collected) -> None:
+    """Name every metric in `METRICS`, every attribute and phase of spans in the module's docstring, and no others."""
+    observe(collected.telemetry)
     for operation, report in (("save", SAVED), ("load", LOADED)):
         running = getattr(collected.telemetry, operation)(MemoryStore("run"), step=7)
         for phase in fields(report.seconds):
@@ -408,14 +497,18 @@ def test_the_docstring_names_everything(collected: Collected) -> None:
         running.end(report)
     failing = Collected()
     failing.telemetry.save(MemoryStore("run"), step=7).fail(StorageError("No."))
+    recorded = {
+        name: {attribute for point in points.values() for attribute in point.attributes or {}}
+        for collection in (collected, failing)
+        for name, points in collection.points().items()
+    }
+    collected.telemetry.close()
+    assert recorded == {metric.name: {URL, *metric.attributes} for metric in METRICS}
     spans = [*collected.spans.values(), *failing.spans.values()]
-    recorded = {attribute for span in spans for attribute in span.attributes or {}}
-    recorded |= {attribute for span in spans for event in span.events for attribute in event.attributes or {}}
-    for collection in (collected, failing):
-        for name, points in collection.points().items():
-            recorded |= {name, *(attribute for point in points.values() for attribute in point.attributes or {})}
+    attributes = {attribute for span in spans for attribute in span.attributes or {}}
+    attributes |= {attribute for span in spans for event in span.events for attribute in event.attributes or {}}
     text = telemetry_module.__doc__ or ""
     named = set(re.findall(r"\b(?:dcp_remote|error|exception)\.[a-z_.]+[a-z]\b", text))
-    assert named == recorded | {"dcp_remote.save", "dcp_remote.load"}
+    assert named == attributes | {"dcp_remote.save", "dcp_remote.load"}
     phases = {span.name.rpartition(".")[2] for span in spans if span.name.count(".") == 2}
     assert phases <= set(re.findall(r"[a-z]+", text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,26 +267,6 @@ def test_flattened_states_of_torch_are_recognized() -> None:
     assert {name for name in names_of(template) if ".state." in name} == {f".{n.removeprefix('optim.')}" for n in names}
 
 
-def test_an_optimizer_that_cannot_make_its_state() -> None:
-    """Restore into LBFGS before its first step: a clear error, and learning rate and gradients are as before."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5)
-    with pytest.raises(InvalidArgumentError, match=r"cannot be made before its first step.*LBFGS"):
-        OptimizerState(model, optimizer).state_dict()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_no_state_is_made_where_none_is_loaded() -> None:
-    """Make a template for a checkpoint without the optimizer, with a fresh optimizer and a trained one: both stay."""
-    for steps in (0, 2):
-        model, optimizer = made(seed=1, steps=steps)
-        before = copy.deepcopy(optimizer.state_dict())
-        state = OptimizerState(model, optimizer)
-        state.load_saved(state.template([]))
-        assert equal(optimizer.state_dict(), before)
-
-
 def test_load_state_dict_refuses_a_part() -> None:
     """Give an optimizer a state without some parameters, outside of a restore: refused by name."""
     model, optimizer = made(lambda model: Adam(model.parameters()), seed=1)
@@ -495,30 +475,6 @@ def test_an_optimizer_of_no_model_is_refused() -> None:
         OptimizerState(model, stale)
 
 
-class Container(Optimizer):
-    """Optimizer that names its parameters itself, as the containers of frameworks do."""
-
-    def __init__(self, inner: OptimizerState, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(list(parameters), {})
-        self.inner = inner
-
-    def state_dict(self) -> dict[str, Any]:
-        return {f"named.{key}": value for key, value in flatten_state_dict(self.inner.state_dict())[0].items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict
-
-
-def test_an_optimizer_that_names_its_parameters_keeps_its_names() -> None:
-    """Save a container that needs no model."""
-    model, optimizer = made(seed=1, steps=1)
-    container = Container(OptimizerState(model, optimizer), model.parameters())
-    store = saved({"optim": container})
-    assert all(name.startswith(".optim.named.") for name in names_of(load(store)))
-    restored(store, {"optim": container})
-    assert container.loaded.keys() == container.state_dict().keys()
-
-
 # ---- parameters with other names
 
 
@@ -592,37 +548,6 @@ def test_groups_of_renamed_parameters() -> None:
     with CheckpointManager(store) as checkpoints:
         checkpoints.restore(state, rename={"model.old": "model.new"})
     assert [group["lr"] for group in state["optim"].param_groups] == [2.0, 1.0]
-
-
-def test_an_optimizer_of_several_models_follows_a_renamed_parameter() -> None:
-    """Rename a layer of one model, whose optimizer has the parameters of two, and whose key is another one, too."""
-
-    def parts(model: Any, steps: int) -> dict[str, Any]:
-        critic = nn.Linear(3, 3)
-        optimizer = Adam([*model.parameters(), *critic.parameters()])
-        for _ in range(steps):
-            critic(model(torch.ones(1, 3))).sum().backward()
-            optimizer.step()
-        return {"generator": model, "critic": critic, "optim": optimizer}
-
-    class OtherNet(Net):
-        """Net whose forward works without its output being used elsewhere."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.last(self.frozen(torch.tanh(self.first(x)))) + self.unused(torch.ones(4)).sum()
-            return result
-
-    one = parts(OtherNet(), 1)
-    store = saved(one)
-    other = parts(Renamed(), 0)
-    other["net"], other["optimizer"] = other.pop("generator"), other.pop("optim")
-    rename = {"generator": "net", "generator.first": "net.entry", "optim": "optimizer"}
-    with CheckpointManager(store) as checkpoints, pytest.raises(StateMismatchError):
-        checkpoints.restore(other, rename=rename)
-    rename["optim.state.generator"] = "optimizer.state.net"
-    with CheckpointManager(store) as checkpoints:
-        checkpoints.restore(other, rename=rename)
-    assert equal(other["optimizer"].state[other["net"].entry.bias], one["optim"].state[one["generator"].first.bias])
 
 
 # ---- bare modules, nesting, errors

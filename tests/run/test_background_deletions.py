@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -20,22 +19,20 @@ from dcp_remote.errors import (
     CheckpointExistsError,
     ConditionFailedError,
     DcpRemoteError,
-    FencedError,
-    PermissionDeniedError,
-    TransientStorageError,
 )
 from dcp_remote.format.catalog import CATALOG_KEY, Entry, add_entry, raise_floor
 from dcp_remote.format.catalog_json import encode
 from dcp_remote.manager import background_save, coordinator
-from dcp_remote.run import catalog_store
+from dcp_remote.run import background_deletions
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.catalog_store import see_catalog, swap
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from tests.support.catalogs import stored
+from tests.support.faults import denied
 from tests.support.manifests import decode
 from tests.support.runs import (
     FROZEN,
@@ -43,7 +40,9 @@ from tests.support.runs import (
     MeanwhileStore,
     a_run,
     assert_sound,
+    assert_tidy,
     begin,
+    copied,
     fence,
     keys,
     live,
@@ -53,11 +52,13 @@ from tests.support.runs import (
     shard_at,
     thin,
 )
+from tests.support.threads import join, workers
 
 _Answer = TypeVar("_Answer")
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 PATIENCE_SECONDS = 30.0
-HISTORIES = 60
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -78,13 +79,6 @@ def assert_nothing_is_left(store: MemoryStore) -> None:
     assert keys(store) == named(store)
     for entry in live(store):
         assert load(store, step=entry.step)["n"] >= 0
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = partial(RetryPolicy, first_delay_seconds=0.005, delay_seconds_max=0.02)
-    monkeypatch.setattr(retrying, "RetryPolicy", policy)
-    monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
 
 
 # ---- back to back
@@ -119,19 +113,6 @@ def test_back_to_back_saves_keep_what_is_kept() -> None:
     checkpoints.close()
     assert len(store.space.objects) == each + 1
     assert_nothing_is_left(store)
-
-
-def test_deletions_are_no_requests_of_a_save() -> None:
-    """Save beside a deletion: the report counts as many requests as without one."""
-    requests: list[int] = []
-    for retention in (None, Retention(keep_last=1)):
-        with CheckpointManager(MemoryStore(), retention=retention, dedup=False) as checkpoints:
-            for step in range(6):
-                checkpoints.save(step, state_of(step))
-            report = checkpoints.wait()
-            assert report is not None
-            requests.append(report.requests)
-    assert requests[0] == requests[1]
 
 
 def test_a_discarded_shard_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,37 +171,8 @@ class StuckStore(WrappedStore):
         return send()
 
 
-@pytest.fixture
-def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the calls of a `Deletions` by one thread while another is in it."""
-    inside: dict[int, tuple[threading.Thread, int]] = {}
-    lock = threading.Lock()
-    found: list[str] = []
-
-    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Deletions, *arguments: Any, **others: Any) -> Any:
-            thread = threading.current_thread()
-            with lock:
-                owner, depth = inside.get(id(self), (thread, 0))
-                if depth and owner is not thread:
-                    found.append(f"{name} in {thread.name}, beside {owner.name}")
-                    return method(self, *arguments, **others)
-                inside[id(self)] = thread, depth + 1
-            try:
-                return method(self, *arguments, **others)
-            finally:
-                with lock:
-                    inside[id(self)] = thread, depth
-
-        return call
-
-    for name in ("remember", "apply", "delete", "note", "queue_deletion", "settle"):
-        monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
-    return found
-
-
-def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hang a deletion: later saves commit, and use nothing that its thread holds. Released, the thread goes on."""
+def test_a_thread_that_is_stuck_holds_up_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hang a deletion: later saves commit. Released, the thread goes on, and nothing is left."""
     for where, name in ((background_save, "_STOP_SECONDS"), (coordinator, "_WAIT_SECONDS")):
         monkeypatch.setattr(where, name, 0.02)
     store = MemoryStore()
@@ -230,200 +182,112 @@ def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch
         checkpoints.save(step, state_of(step), wait=True)
     assert stuck.reached.is_set()
     assert [entry.step for entry in live(store)][-1] == 3
-    assert strangers == []
     stuck.released.set()
     checkpoints.close()
-    assert strangers == []
     assert_nothing_is_left(store)
+
+
+def test_a_thread_that_was_left_behind_deletes_no_more() -> None:
+    """Hang a deletion until its thread is given up: another thread goes on, and what the first had queued stays."""
+    store = MemoryStore()
+    for key in ("a", "b", "c"):
+        store.put(key, [b""])
+    stuck = StuckStore(store, "delete")
+    tidying = BackgroundDeletions(stuck)
+    tidying.delete(["a"])
+    assert stuck.reached.wait(PATIENCE_SECONDS)
+    tidying.delete(["b"])
+    first = workers("tidy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(background_deletions, "_ROUND_SECONDS", 0.0)
+        patch.setattr(background_deletions, "_STUCK_SECONDS", 0.0)
+        tidying.delete(["c"])
+    assert tidying.wait(PATIENCE_SECONDS)
+    stuck.released.set()
+    join(first)
+    assert keys(store) == {"b"}  # left to gc
 
 
 # ---- leftovers
 
 
-class Faulty(WrappedStore):
-    """Store that fails chosen requests in a chosen way, and calls a function before a manifest is put."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        super().__init__(store)
-        self.fault: tuple[str, str, str] | None = None
-        self.meanwhile: Callable[[], object] | None = None
-        self.hits = 0
-
-    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
-        if request.verb == "put" and request.key.startswith("manifests/") and self.meanwhile is not None:
-            meanwhile, self.meanwhile = self.meanwhile, None
-            meanwhile()
-        if self.fault is None or (request.verb, request.key.split("/")[0]) != self.fault[:2]:
-            return send()
-        self.hits += 1
-        way = self.fault[2]
-        if way in ("refused", "answer lost"):  # once
-            self.fault = None
-        if way == "answer lost":
-            send()
-        if way in ("refused", "always refused"):
-            raise PermissionDeniedError("An injected refusal.")
-        raise TransientStorageError("An injected failure.")
+@cache
+def two_steps() -> MemoryStore:
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step))
+    return store
 
 
-FAULTS = (
-    ("put", "shards", "refused"),
-    ("put", "shards", "always refused"),
-    ("put", "manifests", "refused"),
-    ("put", CATALOG_KEY, "refused"),
-    ("put", CATALOG_KEY, "always refused"),
-    ("put", CATALOG_KEY, "answer lost"),
-    ("put", CATALOG_KEY, "silent"),
-    ("put", "shards", "silent"),
-    ("get", CATALOG_KEY, "refused"),
-    ("get", "manifests", "refused"),
-    ("delete", "shards", "answer lost"),
-    ("delete", "manifests", "answer lost"),
-)
-
-
-class Training:
-    """Job without kills whose saves fail now and then, and which goes back to an earlier step now and then."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.store = MemoryStore()
-        self.faulty = Faulty(self.store)
-        self.did: list[str] = []
-        retention = self.rng.choice(
-            [
-                None,
-                Retention(keep_last=1),
-                Retention(keep_last=3, keep_optimizer_last=1),
-                Retention(keep_optimizer_last=2),
-            ]
-        )
-        self.checkpoints = CheckpointManager(
-            self.faulty,
-            retention=retention,
-            dedup=self.rng.random() < 0.7,
-            timeout_seconds=PATIENCE_SECONDS,
-            memory_budget_bytes=1,
-        )
-        self.step = 0
-
-    def play(self) -> None:
-        self.save()
-        self.checkpoints.wait()
-        for _ in range(self.rng.randint(3, 9)):
-            act = self.rng.choice(
-                [self.save, self.save, self.overwrite, self.go_back, self.fail, self.fail, self.disturb]
-            )
-            self.did.append(act.__name__)
-            try:
-                act()
-            except FencedError:
-                break
-            finally:
-                self.faulty.fault, self.faulty.meanwhile = None, None
-                self.checkpoints._timeout_seconds = PATIENCE_SECONDS
+def next_saves(faulty: ObjectStore, act: str) -> None:
+    """Save as a job that goes on from step 2: a new step, an overwrite, or step 2 again after going back to step 1."""
+    checkpoints = CheckpointManager(faulty, retention=Retention(keep_last=2), timeout_seconds=PATIENCE_SECONDS)
+    assert checkpoints.restore(state_of(0), 1 if act == "go back" else None)
+    for step in (3, 4) if act == "save" else (2, 3):
         with suppress(DcpRemoteError):
-            self.checkpoints.close()
+            checkpoints.save(step, state_of(step), wait=True, overwrite=act == "overwrite" and step == 2)
+    checkpoints.close()
 
-    def tidied(self) -> None:
-        assert self.checkpoints._coordinator is not None
-        assert self.checkpoints._coordinator.background_deletions.wait(PATIENCE_SECONDS)
 
-    def save(self, **how: Any) -> None:
-        self.step += 0 if "overwrite" in how else 1
-        self.checkpoints.save(self.step, state_of(self.rng.randrange(100)), wait=self.rng.random() < 0.5, **how)
-        if self.rng.random() < 0.5:
-            self.checkpoints.wait()
-
-    def overwrite(self) -> None:
-        self.save(overwrite=True)
-
-    def go_back(self) -> None:
-        with suppress(DcpRemoteError):
-            self.checkpoints.wait()
-        self.tidied()  # or retention may retire the step to which the job goes back
-        entries = [entry for entry in live(self.store) if not entry.thinned]
-        if entries:
-            self.step = self.rng.choice(entries).step
-            assert self.checkpoints.restore(state_of(0), self.step) == self.step
-            self.save()
-
-    def fail(self) -> None:
-        """Save under a fault drawn at random."""
-        with suppress(DcpRemoteError):
-            self.checkpoints.wait()
-        if self.rng.random() < 0.5:
-            self.tidied()  # or the fault would hit a deletion
-        fault = self.rng.choice(FAULTS)
-        self.did[-1] += " " + " ".join(fault)
-        self.faulty.fault = fault
-        if fault[2] == "silent":
-            self.checkpoints._timeout_seconds = 0.3
-        try:
-            self.save(overwrite=True) if self.rng.random() < 0.3 else self.save()
-            self.checkpoints.wait()
-        except FencedError:
-            raise
-        except DcpRemoteError as error:
-            self.did.append(type(error).__name__)
-
-    def disturb(self) -> None:
-        """Save, while another job acts on the run just before the manifest is put."""
-        with suppress(DcpRemoteError):
-            self.checkpoints.wait()
-        act = self.rng.choice([self.retire_newest, self.thin_oldest, self.raise_floor, self.take_over])
-        self.did[-1] += f" {act.__name__}"
-        self.faulty.meanwhile = act
-        try:
-            self.save()
-            self.checkpoints.wait()
-        except FencedError:
-            raise
-        except DcpRemoteError as error:
-            self.did.append(type(error).__name__)
-
-    def retire_newest(self) -> None:
-        self._by_hand(-1, lambda maintenance, step: maintenance.retire([step], deadline=deadline(), force=True))
-
-    def thin_oldest(self) -> None:
-        if len(live(self.store)) > 1:
-            self._by_hand(0, lambda maintenance, step: thin(maintenance, [step], deadline=deadline()))
-
-    def raise_floor(self) -> None:
-        catalog = stored(self.store)
-        assert catalog is not None
-        swap(self.store, lambda now: raise_floor(now, catalog.revision + 1), deadline=deadline())
-
-    def take_over(self) -> None:
-        """Let another job go on with the run, from the newest checkpoint."""
-        with CheckpointManager(self.store) as other:
-            other.restore(state_of(0))
-            other.save(self.step + 1, state_of(7))
-
-    def _by_hand(self, place: int, act: Callable[[Deletions, int], object]) -> None:
-        entries = live(self.store)
-        if entries:
-            maintenance = Deletions(self.store)
-            with suppress(DcpRemoteError):  # such as the newest checkpoint if it is abandoned
-                act(maintenance, entries[place].step)
-            maintenance.delete(deadline=deadline())
+FAULTS: dict[str, Callable[[int], Fault]] = {
+    "request lost": lambda number: nth(number, "request"),
+    "response lost": lambda number: nth(number, "response"),
+    # A job that may not delete leaves its objects to gc.
+    "403": lambda number: matching(lambda verb, _key, now: now >= number and verb != "delete", "request", error=denied),
+}
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("first", range(0, HISTORIES, 12))
-def test_a_run_without_kills_leaves_nothing(first: int) -> None:
-    """Save, overwrite, go back, thin, and fail each request: at the end the bucket holds what the catalog names."""
-    failed = 0
-    for seed in range(first, first + 12):
-        training = Training(seed)
-        try:
-            training.play()
-            assert_nothing_is_left(training.store)
-        except BaseException as error:
-            error.add_note(f"seed={seed}: {training.did}")
-            raise
-        failed += training.faulty.hits
-    assert failed > 12
+@pytest.mark.parametrize("way", FAULTS)
+@pytest.mark.parametrize("act", ["save", "overwrite", "go back"])
+def test_a_job_without_kills_leaves_nothing(act: str, way: str) -> None:
+    """Fail each request once: when the job has closed, the bucket holds what the catalog names, without gc."""
+    for number in itertools.count(1):
+        store = copied(two_steps())
+        faulty = FaultyStore(store, [FAULTS[way](number)])
+        with suppress(DcpRemoteError):  # the restore may fail
+            next_saves(faulty, act)
+        assert_nothing_is_left(store)
+        if not faulty.hits:
+            break
+    assert number > 8
+
+
+def take_over(store: MemoryStore) -> None:
+    """Let another job go on with the run, from the newest checkpoint."""
+    with CheckpointManager(store) as other:
+        other.restore(state_of(0))
+        other.save(5, state_of(7))
+
+
+def by_hand(store: MemoryStore, act: Callable[[Deletions], object]) -> None:
+    maintenance = Deletions(store)
+    act(maintenance)
+    maintenance.delete(deadline=deadline())
+
+
+MEANWHILE: dict[str, Callable[[MemoryStore], object]] = {
+    "retire the newest": partial(by_hand, act=lambda it: it.retire([2], deadline=deadline(), force=True)),
+    "thin the oldest": partial(by_hand, act=lambda it: thin(it, [1], deadline=deadline())),
+    "raise the floor": lambda store: swap(store, lambda now: raise_floor(now, now.revision + 1), deadline=deadline()),
+    "take over": take_over,
+}
+
+
+@pytest.mark.parametrize("act", MEANWHILE)
+def test_a_save_beside_others_leaves_nothing(act: str) -> None:
+    """Act on the run before each request of a save: committed, refused or fenced, it leaves no object behind."""
+    for number in itertools.count(1):
+        store = copied(two_steps())
+        busy = MeanwhileStore(store, number, partial(MEANWHILE[act], store))
+        with suppress(DcpRemoteError), CheckpointManager(busy) as checkpoints:
+            checkpoints.restore(state_of(0))
+            checkpoints.save(3, state_of(3))
+        assert_nothing_is_left(store)
+        if not busy.acted:
+            break
+    assert number > 5
 
 
 # ---- attempts that may still be committed
@@ -472,8 +336,7 @@ def test_a_swap_that_is_late(*, after: bool) -> None:
         busy = MeanwhileStore(store, number, told.arrive, after=after)
         maintenance = settle(busy, told)
         told.arrive()
-        assert_sound(store)
-        assert keys(store) == named(store)
+        assert_tidy(store)
         assert maintenance.is_done
         outcomes.add(tuple(entry.step for entry in live(store)))
         if not busy.acted:
@@ -492,8 +355,7 @@ def test_what_was_reused_meanwhile_stays() -> None:
     assert lent in told.shards
     settle(store, told)
     assert lent in keys(store)
-    assert_sound(store)
-    assert keys(store) == named(store)
+    assert_tidy(store)
 
 
 def test_what_is_of_another_run_is_left_alone() -> None:
@@ -503,28 +365,6 @@ def test_what_is_of_another_run_is_left_alone() -> None:
     before = keys(store)
     assert settle(store, told).is_done
     assert keys(store) == before
-
-
-def test_requests_of_an_overwrite() -> None:
-    """Overwrite a step: a swap, and a read of the replaced manifest, but of none of older checkpoints."""
-    store = a_run(1, 2, 3, 4, borrow=False)
-    recording = RecordingStore(store)
-    old = live(store)[-1]
-    run = stored(store)
-    assert run is not None
-    new = save(store, 4, letter="b", overwrite=True)
-    maintenance = Deletions(recording)
-    maintenance.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
-    maintenance.note(run.run_id, old)
-    maintenance.settle(deadline=deadline(), catalog=stored(store))
-    maintenance.delete(deadline=deadline())
-    assert recording.calls == [
-        ("get", CATALOG_KEY),
-        ("put", CATALOG_KEY),
-        ("get", old.manifest),
-        ("delete", recording.calls[-1][1]),
-    ]
-    assert keys(store) == named(store)
 
 
 def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -579,3 +419,100 @@ def test_closing_waits_less_for_deletions_after_a_save_that_failed(monkeypatch: 
     committed_seconds, failed_seconds = waits
     assert committed_seconds > 30
     assert failed_seconds <= 5
+
+
+def test_deletions_are_no_requests_of_a_save() -> None:
+    """Save beside a deletion: the report counts as many requests as without one."""
+    requests: list[int] = []
+    for retention in (None, Retention(keep_last=1)):
+        with CheckpointManager(MemoryStore(), retention=retention, dedup=False) as checkpoints:
+            for step in range(6):
+                checkpoints.save(step, state_of(step))
+            report = checkpoints.wait()
+            assert report is not None
+            requests.append(report.requests)
+    assert requests[0] == requests[1]
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the calls of a `Deletions` by one thread while another is in it."""
+    inside: dict[int, tuple[threading.Thread, int]] = {}
+    lock = threading.Lock()
+    found: list[str] = []
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Deletions, *arguments: Any, **others: Any) -> Any:
+            thread = threading.current_thread()
+            with lock:
+                owner, depth = inside.get(id(self), (thread, 0))
+                if depth and owner is not thread:
+                    found.append(f"{name} in {thread.name}, beside {owner.name}")
+                    return method(self, *arguments, **others)
+                inside[id(self)] = thread, depth + 1
+            try:
+                return method(self, *arguments, **others)
+            finally:
+                with lock:
+                    inside[id(self)] = thread, depth
+
+        return call
+
+    for name in ("remember", "apply", "delete", "note", "queue_deletion", "settle"):
+        monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
+    return found
+
+
+def test_a_thread_that_is_stuck_shares_nothing(strangers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hang a deletion: later saves commit, and use nothing that its thread holds. Released, the thread goes on."""
+    for where, name in ((background_save, "_STOP_SECONDS"), (coordinator, "_WAIT_SECONDS")):
+        monkeypatch.setattr(where, name, 0.02)
+    store = MemoryStore()
+    stuck = StuckStore(store, "delete")
+    checkpoints = CheckpointManager(stuck, retention=Retention(keep_last=1))
+    for step in range(4):
+        checkpoints.save(step, state_of(step), wait=True)
+    assert stuck.reached.is_set()
+    assert [entry.step for entry in live(store)][-1] == 3
+    assert strangers == []
+    stuck.released.set()
+    checkpoints.close()
+    assert strangers == []
+    assert_nothing_is_left(store)
+
+
+def test_requests_of_an_overwrite() -> None:
+    """Overwrite a step: a swap, and a read of the replaced manifest, but of none of older checkpoints."""
+    store = a_run(1, 2, 3, 4, borrow=False)
+    recording = RecordingStore(store)
+    old = live(store)[-1]
+    run = stored(store)
+    assert run is not None
+    new = save(store, 4, letter="b", overwrite=True)
+    maintenance = Deletions(recording)
+    maintenance.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
+    maintenance.note(run.run_id, old)
+    maintenance.settle(deadline=deadline(), catalog=stored(store))
+    maintenance.delete(deadline=deadline())
+    assert recording.calls == [
+        ("get", CATALOG_KEY),
+        ("put", CATALOG_KEY),
+        ("get", old.manifest),
+        ("delete", recording.calls[-1][1]),
+    ]
+    assert keys(store) == named(store)
+
+
+def test_what_is_given_up_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete while the store fails for now, then while it denies: what is to be tried again is pending, not left."""
+    monkeypatch.setattr(retrying, "RetryPolicy", partial(RetryPolicy, first_delay_seconds=1e6, delay_seconds_max=1e6))
+    failing = BackgroundDeletions(FaultyStore(MemoryStore(), [nth(1, "request")]))
+    failing.delete(["a", "b"])
+    assert failing.wait(PATIENCE_SECONDS)
+    assert (failing.pending, failing.orphans_left) == (2, 0)
+    deny = matching(lambda verb, _key, _now: verb == "delete", "request", error=denied, persistent=True)
+    denied_here = BackgroundDeletions(FaultyStore(MemoryStore(), [deny]))
+    for keys_of_a_save in (["a", "b"], ["c"]):
+        denied_here.delete(keys_of_a_save)
+        assert denied_here.wait(PATIENCE_SECONDS)
+    assert (denied_here.pending, denied_here.orphans_left) == (0, 3)

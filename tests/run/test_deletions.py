@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
-    CommitUnknownError,
     InvalidArgumentError,
     PermissionDeniedError,
     StorageError,
@@ -26,14 +25,15 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.deletions import Applied, Deletions
 from dcp_remote.run.gc import remove_orphans
-from dcp_remote.run.labels import give_names
 from dcp_remote.run.live_shards import LiveShards
-from dcp_remote.run.retention import Candidate, Retention, decide
+from dcp_remote.run.retention import Retention
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.deletion_queue import Deleted
-from dcp_remote.storage.wrapper import Verb, WrappedStore
+from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from tests.support.catalogs import Clock, stored
+from tests.support.catalogs import stored
+from tests.support.clocks import SleepClock
+from tests.support.faults import denied, verb_is
 from tests.support.runs import (
     FROZEN,
     OPTIMIZER,
@@ -41,6 +41,7 @@ from tests.support.runs import (
     MeanwhileStore,
     a_run,
     assert_sound,
+    assert_tidy,
     copied,
     keys,
     live,
@@ -55,8 +56,21 @@ from tests.support.runs import (
 PATIENCE_SECONDS = 30.0
 
 
-def deadline() -> Deadline:
-    return Deadline(PATIENCE_SECONDS)
+def deadline(seconds: float = PATIENCE_SECONDS) -> Deadline:
+    return Deadline(seconds)
+
+
+def applied_by(maintenance: Deletions, seconds: float = PATIENCE_SECONDS, **rules: Any) -> Applied:
+    """Apply a retention of these rules."""
+    return maintenance.apply(Retention(**rules), deadline=deadline(seconds))
+
+
+def delete(maintenance: Deletions, **options: Any) -> Deleted:
+    return maintenance.delete(**{"deadline": deadline()} | options)
+
+
+def retire(maintenance: Deletions, *steps: int, force: bool = False) -> tuple[int, ...]:
+    return maintenance.retire(steps, deadline=deadline(), force=force).retired
 
 
 def pin(store: ObjectStore, step: int) -> Catalog:
@@ -67,7 +81,7 @@ def apply(store: ObjectStore, retention: Retention) -> Applied:
     """Apply a retention, and delete the objects that it lets go."""
     maintenance = Deletions(store)
     applied = maintenance.apply(retention, deadline=deadline())
-    assert maintenance.delete(deadline=deadline(), pause_seconds=0).failed == {}
+    assert delete(maintenance, pause_seconds=0).failed == {}
     assert maintenance.pending == 0
     return applied
 
@@ -91,25 +105,18 @@ def test_what_retention_lets_go_is_deleted() -> None:
     """Retire three checkpoints of five and thin one: their objects go, but for a shard that all share."""
     store = a_run(1, 2, 3, 4, 5)
     frozen, optimizer = shard_at(store, 1, FROZEN), shard_at(store, 4, OPTIMIZER)
+    before = stored(store)
     applied = apply(store, Retention(keep_last=2, keep_optimizer_last=1))
     assert (applied.retired, applied.thinned, applied.reason) == ((1, 2, 3), (4,), None)
-    assert applied.catalog == stored(store)
+    after = applied.catalog
+    assert after == stored(store)
+    assert before is not None
+    assert (after.revision, after.floor) == (before.revision + 1, before.entries[2].began_revision + 1)
     assert steps(store) == [4, 5]
-    assert_sound(store)
-    assert keys(store) == named(store)
+    assert_tidy(store)
     assert frozen in keys(store)
     assert optimizer not in keys(store)
     assert [entry.thinned for entry in live(store)] == [("optim",), ()]
-
-
-def test_one_swap_is_one_revision() -> None:
-    """Retire two and thin one: one revision, and a floor above those that went."""
-    store = a_run(1, 2, 3, 4)
-    before = stored(store)
-    after = apply(store, Retention(keep_last=2, keep_optimizer_last=1)).catalog
-    assert before is not None
-    assert after.revision == before.revision + 1
-    assert after.floor == before.entries[1].began_revision + 1
 
 
 def test_what_is_reused_stays() -> None:
@@ -150,14 +157,14 @@ def test_requests() -> None:
     assert verbs(recording) == ["get", "get catalog", "put catalog"]
     recording.clear()
     assert maintenance.pending == 3
-    maintenance.delete(deadline=deadline())
+    delete(maintenance)
     assert verbs(recording) == ["delete"]
     save(store, 4)
     recording.clear()
-    maintenance.apply(Retention(keep_last=2), deadline=deadline())
+    applied_by(maintenance, keep_last=2)
     assert verbs(recording) == ["get catalog", "get", "get catalog", "put catalog"]
     recording.clear()
-    maintenance.apply(Retention(keep_last=2, keep_optimizer_last=1), deadline=deadline())
+    applied_by(maintenance, keep_last=2, keep_optimizer_last=1)
     assert verbs(recording) == ["get catalog", "get", "put", "get catalog", "put catalog"]
 
 
@@ -174,7 +181,7 @@ def test_what_has_no_optimizer_is_left_alone() -> None:
         assert (applied.thinned, applied.reason) == ((), None)
         assert verbs(recording) == expected
     assert stored(store) == before
-    assert maintenance.apply(Retention(keep_optimizer_last=1), deadline=deadline()).thinned == (1,)
+    assert applied_by(maintenance, keep_optimizer_last=1).thinned == (1,)
 
 
 def test_many_are_thinned_in_turn() -> None:
@@ -185,18 +192,8 @@ def test_many_are_thinned_in_turn() -> None:
     assert len(maintenance.apply(retention, deadline=deadline()).thinned) == 16
     assert len(maintenance.apply(retention, deadline=deadline()).thinned) == 3
     assert maintenance.apply(retention, deadline=deadline()).thinned == ()
-    maintenance.delete(deadline=deadline())
-    assert_sound(store)
-    assert keys(store) == named(store)
-
-
-def test_pinned_and_abandoned_ones_stay() -> None:
-    """Pin the first of three and keep one: the pinned and the newest stay whole."""
-    store = a_run(1, 2, 3)
-    pin(store, 1)
-    assert apply(store, Retention(keep_last=1, keep_optimizer_last=1)).retired == (2,)
-    assert steps(store) == [1, 3]
-    assert [entry.thinned for entry in live(store)] == [(), ()]
+    delete(maintenance)
+    assert_tidy(store)
 
 
 def test_named_ones_stay_until_their_name_moves() -> None:
@@ -211,7 +208,7 @@ def test_named_ones_stay_until_their_name_moves() -> None:
     assert apply(store, keep).retired == (2, 3)
     save(store, 5)
     assert apply(copied(store), replace(keep, keep_named=False)).retired == (4,)
-    assert Deletions(store).retire([4], deadline=deadline()).retired == (4,)
+    assert retire(Deletions(store), 4) == (4,)
 
 
 # ---- retiring and thinning by step
@@ -222,13 +219,12 @@ def test_some_go_by_name() -> None:
     store = a_run(1, 2, 3)
     maintenance = Deletions(store)
     with pytest.raises(InvalidArgumentError, match="newest"):
-        maintenance.retire([1, 3], deadline=deadline())
+        retire(maintenance, 1, 3)
     assert steps(store) == [1, 2, 3]
-    assert maintenance.retire([1, 3], deadline=deadline(), force=True).retired == (1, 3)
-    maintenance.delete(deadline=deadline())
+    assert retire(maintenance, 1, 3, force=True) == (1, 3)
+    delete(maintenance)
     assert steps(store) == [2]
-    assert_sound(store)
-    assert keys(store) == named(store)
+    assert_tidy(store)
 
 
 def test_what_a_person_may_not_retire() -> None:
@@ -237,23 +233,12 @@ def test_what_a_person_may_not_retire() -> None:
     pin(store, 1)
     before = dict(store.space.objects)
     with pytest.raises(CheckpointNotFoundError, match="step=7"):
-        Deletions(store).retire([2, 7], deadline=deadline())
+        retire(Deletions(store), 2, 7)
     with pytest.raises(InvalidArgumentError, match="pinned"):
-        Deletions(store).retire([1, 2], deadline=deadline())
+        retire(Deletions(store), 1, 2)
     assert store.space.objects == before
     with pytest.raises(CheckpointNotFoundError, match="no run here"):
         Deletions(MemoryStore()).retire([1], deadline=deadline())
-
-
-def test_thinned_by_name() -> None:
-    """Thin a checkpoint twice: the second time changes nothing."""
-    store = a_run(1, 2)
-    maintenance = Deletions(store)
-    assert thin(maintenance, [1], deadline=deadline()).thinned == (1,)
-    assert thin(maintenance, [1], deadline=deadline()).thinned == ()
-    maintenance.delete(deadline=deadline())
-    assert_sound(store)
-    assert keys(store) == named(store)
 
 
 # ---- unreadable manifests
@@ -275,9 +260,9 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
     # Besides warnings about reading the manifest a second time.
     told = [record.levelno for record in caplog.records if record.name == "dcp_remote.run.deletions"]
     assert told == [logging.WARNING]
-    maintenance.retire([4], deadline=deadline(), force=True)
-    maintenance.apply(Retention(keep_last=1), deadline=deadline())
-    maintenance.delete(deadline=deadline())
+    retire(maintenance, 4, force=True)
+    applied_by(maintenance, keep_last=1)
+    delete(maintenance)
     assert steps(store) == [3]
     assert manifest not in keys(store)
     assert_sound(store)
@@ -309,109 +294,26 @@ def test_beside_a_damaged_one_shards_are_left_to_gc() -> None:
     applied = maintenance.retire([1], deadline=deadline())
     assert applied.retired == (1,)
     assert applied.reason is not None
-    maintenance.delete(deadline=deadline())
+    delete(maintenance)
     assert set(gone.shards.keys) <= keys(store)
     assert len([key for key in keys(store) if key.startswith("manifests/")]) == 2
-
-
-def test_a_manifest_that_fails_for_now_is_waited_for() -> None:
-    """Fail reads of a manifest for a while: retried. Fail all: the error is raised, and nothing is changed."""
-    store = a_run(1, 2)
-    before = dict(store.space.objects)
-
-    def is_manifest(verb: Verb, key: str, number: int) -> bool:
-        return verb == "get" and key.startswith("manifests/")
-
-    apply(FaultyStore(a_run(1, 2), [matching(is_manifest, "request")]), Retention(keep_last=1))
-    faulty = FaultyStore(store, [matching(is_manifest, "request", persistent=True)])
-    with pytest.raises(TransientStorageError):
-        Deletions(faulty).apply(Retention(keep_last=1), deadline=Deadline(0.1))
-    assert store.space.objects == before
 
 
 def test_what_is_live_cannot_be_read_after_the_swap() -> None:
     """Deny reading a manifest that was committed before the swap: retired, and the shards are left to gc."""
     store = a_run(1, 2, 3)
     busy = MeanwhileStore(store, 5, lambda: save(store, 4, base=1))
-    denied = matching(
-        lambda verb, key, number: verb == "get" and "000004" in key,
-        "request",
-        persistent=True,
-        error=lambda: PermissionDeniedError("An injected 403."),
+    unreadable = matching(
+        lambda verb, key, number: verb == "get" and "000004" in key, "request", persistent=True, error=denied
     )
-    maintenance = Deletions(FaultyStore(busy, [denied]))
-    applied = maintenance.apply(Retention(keep_last=2), deadline=deadline())
+    maintenance = Deletions(FaultyStore(busy, [unreadable]))
+    applied = applied_by(maintenance, keep_last=2)
     assert applied.retired == (1, 2)
     assert applied.reason is not None
-    maintenance.delete(deadline=deadline())
+    delete(maintenance)
     assert_sound(store)
     assert len(remove_orphans(store, grace_seconds=0).removed) == 4
     assert keys(store) == named(store)
-
-
-def test_the_store_never_said_whether_it_was_swapped() -> None:
-    """Lose the answers to a swap that was carried out: `CommitUnknownError`, and the objects are left to gc."""
-    store = a_run(1, 2)
-    lost = matching(lambda verb, key, number: verb == "put", "response")
-    silent = matching(lambda verb, key, number: number > 4, "request", persistent=True)
-    maintenance = Deletions(FaultyStore(store, [lost, silent]))
-    with pytest.raises(CommitUnknownError):
-        maintenance.apply(Retention(keep_last=1), deadline=Deadline(0.1))
-    assert steps(store) == [2]
-    assert maintenance.pending == 0
-
-
-# ---- other jobs in between
-
-
-def candidates(catalog: Catalog) -> list[Candidate]:
-    return [
-        Candidate(one.step, one.pinned, one.abandoned, bool(one.thinned), one.metrics, one.names)
-        for one in catalog.entries
-    ]
-
-
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("title", ["pin", "name", "commit", "borrow", "overwrite"])
-def test_it_is_decided_on_what_is_swapped(title: str, *, after: bool) -> None:
-    """Let another job act at each request: the decision fits the catalog that is swapped.
-
-    No pinned or named checkpoint goes; one that reuses shards of a retired one is whole, or its commit is refused.
-    """
-    retention = Retention(keep_last=2, keep_optimizer_last=1)
-    acts: dict[str, Callable[[MemoryStore], object]] = {
-        "pin": lambda store: pin(store, 2),
-        "name": lambda store: give_names(store, 2, "best", move=False, deadline=deadline()),
-        "commit": lambda store: save(store, 5),
-        "borrow": lambda store: save(store, 5, base=1, borrows=(FROZEN, TRAINED, OPTIMIZER)),
-        "overwrite": lambda store: save(store, 3, letter="b", base=2, borrows=(OPTIMIZER,), overwrite=True),
-    }
-    outcomes: set[tuple[int, ...]] = set()
-    for number in itertools.count(1):
-        store = a_run(1, 2, 3, 4)
-        missed: list[int] = []
-
-        def act(store: MemoryStore = store, missed: list[int] = missed) -> None:
-            try:
-                acts[title](store)
-            except CheckpointNotFoundError:  # the step on which to act is gone
-                missed.append(1)
-
-        busy = MeanwhileStore(store, number, act, after=after)
-        maintenance = Deletions(busy)
-        applied = maintenance.apply(retention, deadline=deadline())
-        assert decide(retention, candidates(applied.catalog)).retire == ()
-        if title in ("pin", "name") and not missed and busy.acted:
-            assert 2 in steps(store)
-        maintenance.delete(deadline=deadline(), pause_seconds=0)
-        assert_sound(store)
-        outcomes.add(applied.retired)
-        if not busy.acted:
-            break
-    assert number > 8
-    kept: set[tuple[int, ...]] = {(1,), (1, 2)}
-    expected = {"pin": kept, "name": kept, "commit": {(1, 2), (1, 2, 3)}, "borrow": {(1, 2), (1, 2, 3)}}
-    assert outcomes == expected.get(title, {(1, 2)})
 
 
 def test_meant_is_what_was_seen() -> None:
@@ -419,109 +321,61 @@ def test_meant_is_what_was_seen() -> None:
     store = a_run(1, 2)
     busy = MeanwhileStore(store, 2, lambda: save(store, 1, letter="b", overwrite=True))
     maintenance = Deletions(busy)
-    applied = maintenance.retire([1], deadline=deadline())
-    assert applied.retired == ()
-    maintenance.delete(deadline=deadline())
+    assert retire(maintenance, 1) == ()
+    delete(maintenance)
     assert steps(store) == [1, 2]
     assert_sound(store)
-
-
-def test_a_checkpoint_is_thinned_while_it_is_retired() -> None:
-    """Thin and delete before the swap, at each request: the step is told once, and no object is counted twice."""
-    for number in itertools.count(1):
-        store = a_run(1, 2)
-        lost: list[int] = []
-
-        def thin_and_delete(store: MemoryStore = store, lost: list[int] = lost) -> None:
-            if 1 in steps(store):
-                other = Deletions(store)
-                thin(other, [1], deadline=deadline())
-                lost.append(other.delete(deadline=deadline()).removed)
-
-        busy = MeanwhileStore(store, number, thin_and_delete)
-        maintenance = Deletions(busy)
-        assert maintenance.retire([1], deadline=deadline()).retired == (1,)
-        assert maintenance.delete(deadline=deadline()).removed == (2 if lost else 3)
-        assert keys(store) == named(store)
-        if not busy.acted:
-            break
-    assert number > 6
-
-
-def test_a_thinned_manifest_that_gc_took() -> None:
-    """Remove orphans at each request of thinning: the checkpoint is whole or thinned, and the next call thins it."""
-    retention = Retention(keep_optimizer_last=1)
-    outcomes: list[tuple[int, ...]] = []
-    for number in itertools.count(1):
-        store = a_run(1, 2)
-
-        def collect(store: MemoryStore = store) -> None:
-            remove_orphans(store, grace_seconds=0)
-
-        busy = MeanwhileStore(store, number, collect, after=True)
-        maintenance = Deletions(busy)
-        outcomes.append(maintenance.apply(retention, deadline=deadline()).thinned)
-        assert [bool(entry.thinned) for entry in live(store)] == [bool(outcomes[-1]), False]
-        maintenance.delete(deadline=deadline(), pause_seconds=0)
-        assert_sound(store)
-        assert keys(store) == named(store)
-        maintenance.apply(retention, deadline=deadline())
-        assert [bool(entry.thinned) for entry in live(store)] == [True, False]
-        if not busy.acted:
-            break
-    assert set(outcomes) == {(), (1,)}
 
 
 # ---- deleting
 
 
-def ready_to_delete(store: ObjectStore, clock: Clock) -> Deletions:
-    maintenance = Deletions(store, sleep=clock.sleep)
-    maintenance.apply(Retention(keep_last=1), deadline=deadline())
+def ready_to_delete(store: ObjectStore) -> Deletions:
+    maintenance = Deletions(store)
+    applied_by(maintenance, keep_last=1)
     return maintenance
 
 
 def test_deleted_in_batches_with_pauses() -> None:
     """Delete nine objects, four per request."""
-    store, clock = a_run(1, 2, 3, 4), Clock()
+    store, clock = a_run(1, 2, 3, 4), SleepClock()
     recording = RecordingStore(store)
-    maintenance = ready_to_delete(recording, clock)
+    maintenance = ready_to_delete(recording)
     assert maintenance.pending == 9
     recording.clear()
-    deleted = maintenance.delete(deadline=deadline(), batch=4, pause_seconds=0.25)
+    deleted = delete(maintenance, deadline=clock.deadline(PATIENCE_SECONDS), batch=4, pause_seconds=0.25)
     assert (deleted.removed, deleted.failed, deleted.left) == (9, {}, 0)
     assert [len(request.keys) for request in recording.requests] == [4, 4, 1]
     assert [request.keys[0].partition("/")[0] for request in recording.requests] == ["manifests", "shards", "shards"]
-    assert clock.pauses == [0.25, 0.25]
+    assert clock.sleeps == [0.25, 0.25]
     assert keys(store) == named(store)
 
 
 def test_deleting_stops_when_told() -> None:
     """Stop before a request: the next call deletes the rest."""
-    store, clock = a_run(1, 2, 3, 4), Clock()
-    maintenance = ready_to_delete(store, clock)
+    store = a_run(1, 2, 3, 4)
+    maintenance = ready_to_delete(store)
     told = iter([False, True])
-    assert maintenance.delete(deadline=deadline(), stop=lambda: next(told), batch=4).left == 5
-    assert maintenance.delete(deadline=deadline(), stop=lambda: True).left == 5
+    assert delete(maintenance, stop=lambda: next(told), batch=4).left == 5
+    assert delete(maintenance, stop=lambda: True).left == 5
     assert maintenance.delete(deadline=Deadline(0)).left == 5
-    assert maintenance.delete(deadline=deadline()).left == 0
+    assert delete(maintenance).left == 0
     assert keys(store) == named(store)
 
 
-def is_delete(verb: Verb, key: str, number: int) -> bool:
-    return verb == "delete"
+is_delete = verb_is("delete")
 
 
 def test_what_fails_for_now_is_tried_again() -> None:
     """Fail deletions for a while: retried within the deadline, and by the next call."""
-    store, clock = a_run(1, 2, 3), Clock()
+    store, clock = a_run(1, 2, 3), SleepClock()
     faulty = FaultyStore(store, [matching(is_delete, "response"), *[matching(is_delete, "request")] * 3])
-    maintenance = ready_to_delete(faulty, clock)
-    deleted = maintenance.delete(deadline=Deadline(0.3, clock))
+    maintenance = ready_to_delete(faulty)
+    deleted = delete(maintenance, deadline=clock.deadline(0.3))
     assert deleted.removed == 0
     assert len(deleted.failed) == deleted.left == maintenance.pending == 6
     assert all(isinstance(error, TransientStorageError) for error in deleted.failed.values())
-    assert maintenance.delete(deadline=Deadline(PATIENCE_SECONDS, clock)).left == 0
+    assert delete(maintenance, deadline=clock.deadline(PATIENCE_SECONDS)).left == 0
     assert keys(store) == named(store)
 
 
@@ -539,41 +393,38 @@ class KeepingStore(WrappedStore):
 
 def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
     """Lock one object: the others go, and that one is reported and not tried again."""
-    store, clock = a_run(1, 2, 3), Clock()
+    store = a_run(1, 2, 3)
     kept = shard_at(store, 1, TRAINED)
-    maintenance = ready_to_delete(KeepingStore(store, {kept}), clock)
-    deleted = maintenance.delete(deadline=deadline())
+    maintenance = ready_to_delete(KeepingStore(store, {kept}))
+    deleted = delete(maintenance)
     assert set(deleted.failed) == {kept}
     assert (deleted.removed, deleted.left) == (5, 0)
     assert keys(store) == named(store) | {kept}
     save(store, 4)
-    maintenance.apply(Retention(keep_last=1), deadline=deadline())
-    assert maintenance.delete(deadline=deadline()).removed == 4  # the frozen shard, too
+    applied_by(maintenance, keep_last=1)
+    assert delete(maintenance).removed == 4  # the frozen shard, too
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: bool) -> None:
     """Deny deletion, of the request or of each key: logged once, and all objects are left to gc and counted."""
-    store, clock = a_run(1, 2, 3), Clock()
-    refused = matching(is_delete, "request", persistent=True, error=lambda: PermissionDeniedError("An injected 403."))
+    store = a_run(1, 2, 3)
+    refused = matching(is_delete, "request", persistent=True, error=denied)
     denying: ObjectStore = FaultyStore(store, [refused]) if whole else KeepingStore(store, keys(store))
     recording = RecordingStore(denying)
-    maintenance = ready_to_delete(recording, clock)
-    deleted = maintenance.delete(deadline=deadline(), batch=4)
+    maintenance = ready_to_delete(recording)
+    deleted = delete(maintenance, batch=4)
     assert (len(deleted.failed), deleted.given_up, deleted.removed, deleted.left) == (4, 2, 0, 0)
     save(store, 4)
     recording.clear()
-    maintenance.apply(Retention(keep_last=1), deadline=deadline())
+    applied_by(maintenance, keep_last=1)
     assert steps(store) == [4]
-    assert maintenance.delete(deadline=deadline()) == Deleted(given_up=4)  # the frozen shard, too
-    assert maintenance.delete(deadline=deadline()) == Deleted()
+    assert delete(maintenance) == Deleted(given_up=4)  # the frozen shard, too
+    assert delete(maintenance) == Deleted()
     assert maintenance.pending == 0
     assert "delete" not in verbs(recording)
     (told,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "dcp-remote gc --delete" in told.getMessage()
-
-
-# ---- memory and threads
 
 
 def test_names_are_held_in_little_memory() -> None:

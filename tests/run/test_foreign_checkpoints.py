@@ -8,58 +8,43 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from dcp_remote.errors import CheckpointNotFoundError, PermissionDeniedError
+from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.run.foreign_checkpoints import describe_foreign, describe_keys
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore, open_fsspec_store
 from dcp_remote.storage.base import ObjectInfo
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from tests.support.faults import denied, verb_is
 from tests.support.runs import save
 
 URL = "s3://bucket/run"
 
 
+SHARD = "shards/00/rank-00000-0123456789abcdef-0000.safetensors"
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
+        ([".metadata", "__0_0.distcp", "__1_0.distcp"], "torch's own writer lies there (.metadata, __0_0"),
+        (["epoch-1/.metadata"], "torch's own writer lies there (epoch-1/.metadata)"),
+        (["__0_0.distcp"], "FsspecReader for a URL"),
         (
-            [".metadata", "__0_0.distcp", "__1_0.distcp"],
-            "A checkpoint of torch's own writer lies there (.metadata, __0_0",
-        ),
-        (["epoch-1/.metadata"], "torch's own writer lies there (epoch-1/.metadata): load it with torch.distributed"),
-        (["__0_0.distcp"], "FsspecReader for a URL) into a dict of ModelState(model) and OptimizerState(model"),
-        (
-            [
-                "global_step5/mp_rank_00_model_states.pt",
-                "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-                "latest",
-            ],
-            "A checkpoint of DeepSpeed lies there (global_step5/mp_rank_00_model_states.pt, global_step5/zero",
+            ["global_step5/mp_rank_00_model_states.pt", "latest"],
+            "DeepSpeed lies there (global_step5/mp",
         ),
         (["global_step5/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"], "DeepSpeed"),
-        (
-            ["config.json", "model.safetensors", "tokenizer.json"],
-            "layout of Hugging Face lie there (model.safetensors): load",
-        ),
+        (["config.json", "model.safetensors", "tokenizer.json"], "Hugging Face lie there (model.safetensors)"),
         (["model-00001-of-00002.safetensors", "model.safetensors.index.json"], "from_pretrained"),
-        (
-            ["checkpoint-500/adapter_model.safetensors"],
-            "Hugging Face lie there (checkpoint-500/adapter_model.safetensors)",
-        ),
+        (["checkpoint-500/adapter_model.safetensors"], "Hugging Face lie there (checkpoint-500/adapter_model"),
         (["weights.safetensors"], "Files of safetensors lie there (weights.safetensors)"),
-        (["epoch=3-step=500.ckpt"], "Files of torch.save lie there (epoch=3-step=500.ckpt): load them with torch.load"),
+        (["epoch=3-step=500.ckpt"], "Files of torch.save lie there (epoch=3-step=500.ckpt)"),
         (["step-100/state.bin", "step-200/state.bin"], "Folders of checkpoints lie there (step-100/, step-200/)"),
         (["checkpoint-5/x"], "Folders of checkpoints"),
-        (
-            ["a/catalog.json", "a/manifests/x"],
-            "A run of dcp_remote lies below this URL (a/catalog.json): pass s3://bucket/run/a.",
-        ),
-        (
-            ["b/manifest.json", "b/shards/00/rank-00000-0123456789abcdef-0000.safetensors"],
-            "by itself lies below this URL (b/manifest.json): pass s3://bucket/run/b to load",
-        ),
-        (["web/manifest.json"], "Other objects lie there (web/manifest.json): check the URL."),
-        (["shards/00/rank-00000-0123456789abcdef-0000.safetensors"], "of a save that was interrupted lie there"),
+        (["a/catalog.json", "a/manifests/x"], "A run of dcp_remote lies below this URL (a/catalog.json): pass s3://"),
+        (["b/manifest.json", f"b/{SHARD}"], "by itself lies below this URL (b/manifest.json): pass s3://bucket/run/b"),
+        (["web/manifest.json"], "Other objects lie there (web/manifest.json)"),
+        ([SHARD], "of a save that was interrupted lie there"),
         (["a", "b", "c", "d"], "Other objects lie there (a, b, c, …)"),
         (["a\x1b[2J\nfake.pt"], r"(a\x1b[2J\nfake.pt)"),
     ],
@@ -72,7 +57,7 @@ def test_kinds(keys: list[str], says: str) -> None:
 def test_nothing_to_say() -> None:
     """Say nothing of no keys, nor of a checkpoint by itself, which its caller found."""
     assert describe_keys([], URL) is None
-    assert describe_keys(["manifest.json", "shards/00/rank-00000-0123456789abcdef-0000.safetensors"], URL) is None
+    assert describe_keys(["manifest.json", SHARD], URL) is None
 
 
 def test_ours_one_level_down() -> None:
@@ -94,7 +79,7 @@ def test_ours_one_level_down() -> None:
         ("run/manifests", "The URL ends in manifests, a part of a checkpoint or run: pass memory://parts/run."),
         ("run/shards", "pass memory://parts/run."),
         ("run/shards/0a", "The URL ends in shards/0a, a part of a checkpoint or run: pass memory://parts/run."),
-        ("run/model.pt", "The URL ends in model.pt, the name of a file, and that of a run is a folder's."),
+        ("run/model.pt", "The URL ends in model.pt, the name of a file"),
         ("run/epoch=3.ckpt", "ends in epoch=3.ckpt, the name of a file"),
     ],
 )
@@ -126,14 +111,9 @@ def test_a_look_is_one_page() -> None:
 
 def test_what_may_not_be_listed_is_not_mentioned() -> None:
     """Deny the listing, or fail it for good: nothing is said, and nothing raised."""
-    denied = matching(
-        lambda verb, key, number: verb == "list",
-        "request",
-        persistent=True,
-        error=lambda: PermissionDeniedError("An injected 403."),
-    )
-    assert describe_foreign(FaultyStore(MemoryStore(), [denied])) is None
-    failing = matching(lambda verb, key, number: verb == "list", "request", persistent=True)
+    refused = matching(verb_is("list"), "request", persistent=True, error=denied)
+    assert describe_foreign(FaultyStore(MemoryStore(), [refused])) is None
+    failing = matching(verb_is("list"), "request", persistent=True)
     assert describe_foreign(FaultyStore(MemoryStore(), [failing]), retry_seconds=0.01) is None
 
 
@@ -162,6 +142,6 @@ def test_a_checkpoint_by_itself_has_no_steps() -> None:
     """Ask for a step of a checkpoint by itself: the advice is to leave the step out, and no other kind is named."""
     store = MemoryStore()
     store.put("manifest.json", [b"x"])
-    store.put("shards/00/rank-00000-0123456789abcdef-0000.safetensors", [b"x"])
+    store.put(SHARD, [b"x"])
     with pytest.raises(CheckpointNotFoundError, match=r"leave out the step. Check the URL"):
         read_manifest(store, step=1)

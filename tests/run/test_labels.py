@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import pytest
 
@@ -18,7 +17,6 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format.catalog import NEWEST_WORDS, Catalog, Owner, name_entry, take_fence
 from dcp_remote.loading.run_handle import Run
-from dcp_remote.run import catalog_store
 from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.run.labels import give_names, set_pin, take_names
 from dcp_remote.run.lookup import find_entry, read_manifest
@@ -26,14 +24,12 @@ from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
 from dcp_remote.testing.wrappers import Lost
 from tests.support.catalogs import stored, swapped
-from tests.support.runs import MeanwhileStore, a_run, assert_sound, live, save
+from tests.support.runs import MeanwhileStore, a_run, assert_sound, copied, live, save
 
 STEPS = (1, 2, 3)
 
 
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_store, "_FIRST_PAUSE_SECONDS", 0.00125)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def deadline() -> Deadline:
@@ -95,12 +91,10 @@ def test_words_for_the_newest(word: str) -> None:
         lambda: give(store, 2, word),
         lambda: take_names(store, word, deadline=deadline()),
     ):
-        with pytest.raises(InvalidArgumentError, match="means the newest checkpoint wherever a step is taken"):
+        with pytest.raises(InvalidArgumentError, match="means the newest checkpoint"):
             refused()
-    with pytest.raises(CheckpointNotFoundError, match="No checkpoint is live in this run yet"):
+    with pytest.raises(CheckpointNotFoundError, match="No checkpoint is live"):
         find_entry(Catalog("5" * 32), word, url="memory://run")
-    with pytest.raises(CheckpointNotFoundError, match=f"near='{word}'"):
-        read_manifest(store, step=word.upper() + word)
 
 
 def test_best_without_the_name() -> None:
@@ -111,23 +105,21 @@ def test_best_without_the_name() -> None:
         read_manifest(store, step="best")
 
 
-@pytest.mark.parametrize("given", [3, None, [3], ["a", "a"], "", "a\nb", "x" * 201, ["a", b"b"]])
-def test_what_is_no_name(given: object) -> None:
-    """Pass what is no name, or one name twice: refused before a request is sent."""
-    store = RecordingStore(a_run(1))
-    with pytest.raises(InvalidArgumentError):
-        give_names(store, 1, given, move=False, deadline=deadline())  # type: ignore[arg-type]  # the mistake that is tested
-    with pytest.raises(InvalidArgumentError, match="No name is given"):
-        give_names(store, 1, [], move=False, deadline=deadline())
-    assert store.calls == []
-
-
 @pytest.mark.parametrize("step", [1.0, True, None, -1, b"best"])
 def test_what_is_no_step(step: object) -> None:
     """Pass what is neither a step nor a name: refused before a request is sent."""
     store = RecordingStore(a_run(1))
     with pytest.raises(InvalidArgumentError, match="step must be an integer"):
         set_pin(store, step, pin=True, deadline=deadline())  # type: ignore[arg-type]  # the mistake that is tested
+    assert store.calls == []
+
+
+@pytest.mark.parametrize("given", [3, None, [], [3], ["a", "a"], "", "a\nb", "x" * 201, ["a", b"b"]])
+def test_what_is_no_name(given: object) -> None:
+    """Pass what is no name, or one name twice: refused before a request is sent."""
+    store = RecordingStore(a_run(1))
+    with pytest.raises(InvalidArgumentError):
+        give_names(store, 1, given, move=False, deadline=deadline())  # type: ignore[arg-type]  # the mistake that is tested
     assert store.calls == []
 
 
@@ -204,21 +196,19 @@ def _pin(store: ObjectStore) -> None:
     set_pin(store, "best", pin=True, deadline=deadline())
 
 
-@pytest.mark.parametrize("lost", get_args(Lost)[:2])
+@pytest.mark.parametrize("lost", ["request", "response"])
 @pytest.mark.parametrize("act", [_move, _take, _pin], ids=["move", "take", "pin"])
 def test_lost_requests_and_answers(act: Callable[[ObjectStore], object], lost: Lost) -> None:
     """Lose each request in turn, or its answer: the change is made, once."""
     wanted = a_run(*STEPS)
     give(wanted, 1, "best")
+    before = copied(wanted)
     act(wanted)
     for number in itertools.count(1):
-        store = a_run(*STEPS)
-        give(store, 1, "best")
+        store = copied(before)
         faulty = FaultyStore(store, [nth(number, lost)])
         act(faulty)
-        assert [(entry.names, entry.pinned) for entry in live(store)] == [
-            (entry.names, entry.pinned) for entry in live(wanted)
-        ]
+        assert live(store) == live(wanted)
         assert_sound(store)
         if not faulty.hits:
             break

@@ -27,93 +27,57 @@ def with_losses(**losses: float | None) -> list[Candidate]:
     return [Candidate(int(name[1:]), metrics=() if loss is None else ((LOSS, loss),)) for name, loss in losses.items()]
 
 
-def retired(retention: Retention, of: Sequence[Candidate]) -> list[int]:
-    return list(decide(retention, of).retire)
+SIX = candidates(20, 0, 30, 15, 10, 25)
+FIVE = candidates(1, 2, 3, 4, 5)
+LOSSES = with_losses(s1=3.0, s2=1.0, s3=2.0, s4=math.nan, s5=None, s6=None)
+EQUALS = with_losses(s1=0.0, s2=-0.0, s3=0.0, s4=None)
+INFINITE = with_losses(s1=math.inf, s2=-math.inf, s3=0.0, s4=None)
+
+
+def five(steps: tuple[int, ...], **marks: Any) -> list[Candidate]:
+    """Return five checkpoints, some of them with these marks."""
+    return [replace(one, **marks) if one.step in steps else one for one in FIVE]
 
 
 @pytest.mark.parametrize(
-    ("retention", "retire", "thin"),
+    ("retention", "live", "retire", "thin"),
     [
-        (Retention(), [], []),
-        (Retention(keep_last=1), [0, 10, 15, 20, 25], []),
-        (Retention(keep_last=4), [0, 10], []),
-        (Retention(keep_last=6), [], []),
-        (Retention(keep_last=100), [], []),
-        (Retention(keep_last=1, keep_every=10), [15, 25], []),
-        (Retention(keep_last=2, keep_every=7), [10, 15, 20], []),
-        (Retention(keep_optimizer_last=1), [], [0, 10, 15, 20, 25]),
-        (Retention(keep_optimizer_last=6), [], []),
-        (Retention(keep_last=3, keep_optimizer_last=1), [0, 10, 15], [20, 25]),
-        (Retention(keep_last=1, keep_every=10, keep_optimizer_last=2), [15, 25], [0, 10]),
+        (Retention(keep_last=1, keep_optimizer_last=1), [], [], []),
+        # In any order; step 0 is a multiple of every number.
+        (Retention(), SIX, [], []),
+        (Retention(keep_last=1), SIX, [0, 10, 15, 20, 25], []),
+        (Retention(keep_last=4), SIX, [0, 10], []),
+        (Retention(keep_last=6), SIX, [], []),
+        (Retention(keep_last=100), SIX, [], []),
+        (Retention(keep_last=1, keep_every=10), SIX, [15, 25], []),
+        (Retention(keep_last=2, keep_every=7), SIX, [10, 15, 20], []),
+        (Retention(keep_optimizer_last=1), SIX, [], [0, 10, 15, 20, 25]),
+        (Retention(keep_optimizer_last=6), SIX, [], []),
+        (Retention(keep_last=3, keep_optimizer_last=1), SIX, [0, 10, 15], [20, 25]),
+        # What goes does not count for the optimizers.
+        (Retention(keep_last=1, keep_every=10, keep_optimizer_last=2), candidates(10, 19, 20, 29), [19], [10]),
+        # A missing value and NaN are never the best, in either direction.
+        (Retention(keep_last=1, keep_best=Best(LOSS)), LOSSES, [1, 3, 4, 5], []),
+        (Retention(keep_last=1, keep_best=Best(LOSS, 2)), LOSSES, [1, 4, 5], []),
+        (Retention(keep_last=1, keep_best=Best(LOSS, 100)), LOSSES, [4, 5], []),
+        (Retention(keep_last=1, keep_best=Best(LOSS, largest=True)), LOSSES, [2, 3, 4, 5], []),
+        (Retention(keep_last=1, keep_best=Best("accuracy", 100)), LOSSES, [1, 2, 3, 4, 5], []),
+        # Of equals, 0 and -0 among them, the newer is better: a constant metric does not keep the oldest.
+        (Retention(keep_last=1, keep_best=Best(LOSS, 2)), EQUALS, [1], []),
+        (Retention(keep_last=1, keep_best=Best(LOSS, 2, largest=True)), EQUALS, [1], []),
+        (Retention(keep_last=1, keep_best=Best(LOSS)), INFINITE, [1, 3], []),
+        (Retention(keep_last=1, keep_best=Best(LOSS, largest=True)), INFINITE, [2, 3], []),
+        # Pinned and named ones count among the newest, and are kept whole.
+        (Retention(keep_last=3, keep_optimizer_last=1), five((1, 4), pinned=True), [2], [3]),
+        (Retention(keep_last=3, keep_optimizer_last=1), five((1,), names=("best",)), [2], [3, 4]),
+        (Retention(keep_last=3, keep_named=False, keep_optimizer_last=1), five((1,), names=("x",)), [1, 2], [3, 4]),
+        # Abandoned ones count for nothing; those after the newest that counts are not judged.
+        (Retention(keep_last=1), five((4, 5), abandoned=True), [1, 2], []),
+        (Retention(keep_optimizer_last=1), five((4, 5), abandoned=True), [], [1, 2]),
     ],
 )
-def test_what_goes(retention: Retention, retire: list[int], thin: list[int]) -> None:
-    """Decide on six checkpoints in any order; step 0 is a multiple of every number."""
-    assert decide(retention, candidates(20, 0, 30, 15, 10, 25)) == Decision(tuple(retire), tuple(thin))
-
-
-def test_nothing_is_live() -> None:
-    """Decide on no checkpoint: none goes."""
-    assert decide(Retention(keep_last=1, keep_optimizer_last=1), []) == Decision((), ())
-
-
-@pytest.mark.parametrize(
-    ("best", "retire"),
-    [
-        (Best(LOSS), [1, 3, 4, 5]),
-        (Best(LOSS, 2), [1, 4, 5]),
-        (Best(LOSS, 3), [4, 5]),
-        (Best(LOSS, 100), [4, 5]),
-        (Best(LOSS, largest=True), [2, 3, 4, 5]),
-        (Best("accuracy", 100), [1, 2, 3, 4, 5]),
-    ],
-)
-def test_the_best(best: Best, retire: list[int]) -> None:
-    """Rank checkpoints by a metric: a missing value and NaN are never the best, in either direction."""
-    live = with_losses(s1=3.0, s2=1.0, s3=2.0, s4=math.nan, s5=None, s6=None)
-    assert retired(Retention(keep_last=1, keep_best=best), live) == retire
-
-
-@pytest.mark.parametrize("largest", [False, True])
-def test_of_equals_the_newer_is_the_better(*, largest: bool) -> None:
-    """Rank equal values, 0 and -0 among them: the newer is better, so a constant metric does not keep the oldest."""
-    live = with_losses(s1=0.0, s2=-0.0, s3=0.0, s4=None)
-    assert retired(Retention(keep_last=1, keep_best=Best(LOSS, 2, largest=largest)), live) == [1]
-
-
-def test_infinities_are_values() -> None:
-    """Rank infinities: the best or the worst of all."""
-    live = with_losses(s1=math.inf, s2=-math.inf, s3=0.0, s4=None)
-    assert retired(Retention(keep_last=1, keep_best=Best(LOSS)), live) == [1, 3]
-    assert retired(Retention(keep_last=1, keep_best=Best(LOSS, largest=True)), live) == [2, 3]
-
-
-def test_pinned_are_kept_whole() -> None:
-    """Pin checkpoints: counted among the newest, and neither retired nor thinned."""
-    live = [replace(one, pinned=one.step in (1, 4)) for one in candidates(1, 2, 3, 4, 5)]
-    assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3,))
-
-
-def test_named_are_kept_whole() -> None:
-    """Name checkpoints: kept as pinned ones are, until the name moves, or with `keep_named=False`."""
-    live = [replace(one, names=("best",) if one.step == 1 else ()) for one in candidates(1, 2, 3, 4, 5)]
-    assert decide(Retention(keep_last=3, keep_optimizer_last=1), live) == Decision(retire=(2,), thin=(3, 4))
-    moved = [replace(one, names=("best",) if one.step == 4 else ()) for one in live]
-    assert decide(Retention(keep_last=1), moved) == Decision(retire=(1, 2, 3), thin=())
-    assert decide(Retention(keep_last=3, keep_named=False, keep_optimizer_last=1), live) == Decision((1, 2), (3, 4))
-
-
-def test_abandoned_count_for_nothing() -> None:
-    """Abandon checkpoints: they are not counted, and retention does not judge those after the newest that counts."""
-    live = [replace(one, abandoned=one.step > 3) for one in candidates(1, 2, 3, 4, 5)]
-    assert decide(Retention(keep_last=1), live) == Decision(retire=(1, 2), thin=())
-    assert decide(Retention(keep_optimizer_last=1), live) == Decision(retire=(), thin=(1, 2))
-
-
-def test_what_goes_does_not_decide_what_is_thinned() -> None:
-    """Keep two checkpoints and two optimizers: a third checkpoint, which goes, does not count for the optimizers."""
-    retention = Retention(keep_last=1, keep_every=10, keep_optimizer_last=2)
-    assert decide(retention, candidates(10, 19, 20, 29)) == Decision(retire=(19,), thin=(10,))
+def test_what_goes(retention: Retention, live: list[Candidate], retire: list[int], thin: list[int]) -> None:
+    assert decide(retention, live) == Decision(tuple(retire), tuple(thin))
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 1.0, "1"])
@@ -126,45 +90,40 @@ def test_counts_that_keep_nothing(name: str, count: Any) -> None:
         Best(LOSS, count)
 
 
-@pytest.mark.parametrize("part", [{"keep_every": 10}, {"keep_best": Best(LOSS)}])
-def test_parts_that_add_nothing(part: dict[str, Any]) -> None:
-    """Leave out `keep_last`, which keeps all: other rules beside that are refused."""
-    with pytest.raises(InvalidArgumentError, match="keep_last"):
-        Retention(**part)
-
-
 @pytest.mark.parametrize(
-    "part",
-    [{"keep_best": LOSS}, {"keep_best": (LOSS, 2)}, {"optimizer_keys": "optim"}, {"optimizer_keys": (1,)}],
+    ("part", "says"),
+    [
+        # Without `keep_last`, which keeps all, other rules beside that add nothing.
+        ({"keep_last": None, "keep_every": 10}, "keep_last"),
+        ({"keep_last": None, "keep_best": Best(LOSS)}, "keep_last"),
+        # Refused when the policy is made, and not after each save in the background.
+        ({"keep_best": LOSS}, "keep_best"),
+        ({"keep_best": (LOSS, 2)}, "keep_best"),
+        ({"optimizer_keys": "optim"}, "optimizer_keys"),
+        ({"optimizer_keys": (1,)}, "optimizer_keys"),
+    ],
     ids=str,
 )
-def test_parts_of_another_type(part: dict[str, Any]) -> None:
-    """Pass fields of wrong types: refused when the policy is made, and not after each save in the background."""
-    with pytest.raises(InvalidArgumentError, match=next(iter(part))):
-        Retention(**{"keep_last": 1, **part})
-
-
-def test_a_metric_without_a_name() -> None:
-    """Pass an empty metric: refused."""
-    with pytest.raises(InvalidArgumentError, match="name"):
-        Best("")
+def test_parts_that_are_refused(part: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        Retention(**{"keep_last": 1} | part)
 
 
 @pytest.mark.parametrize("largest", ["min", "max", 0, 1, None])
 def test_an_order_that_is_no_bool(largest: Any) -> None:
     """Pass "min" as `largest`, which would count as true and delete the best: refused."""
-    with pytest.raises(InvalidArgumentError, match="largest must be True or False: True for an accuracy"):
+    with pytest.raises(InvalidArgumentError, match="largest must be True or False"):
         Best(LOSS, 1, largest)
 
 
-def test_metrics_that_are_no_text() -> None:
-    """Pass a `Best` where the name of a metric belongs, or a number: refused."""
-    wrong: Any
-    for wrong in (Best(LOSS), 3):
+@pytest.mark.parametrize("wrong", [Best(LOSS), 3, ""], ids=str)
+def test_metrics_that_are_no_names(wrong: Any) -> None:
+    """Pass a `Best` where the name of a metric belongs, a number, or nothing: refused."""
+    with pytest.raises(InvalidArgumentError, match="name"):
+        Best(wrong)
+    if wrong:
         with pytest.raises(InvalidArgumentError, match="metric must be a text"):
             best_of([], wrong)
-        with pytest.raises(InvalidArgumentError, match="name of a metric, as a text"):
-            Best(wrong)
 
 
 METRICS = st.dictionaries(

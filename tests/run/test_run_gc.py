@@ -11,7 +11,6 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
-    CommitUnknownError,
     CorruptCheckpointError,
 )
 from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Catalog, raise_floor
@@ -23,14 +22,13 @@ from dcp_remote.run.gc import Orphans, find_orphans, remove_orphans
 from dcp_remote.run.retention import Retention
 from dcp_remote.storage import Content, MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import RecordingStore
 from tests.support.catalogs import stored
 from tests.support.runs import (
     MeanwhileStore,
     a_run,
     assert_sound,
     begin,
-    commit,
     keys,
     live,
     named,
@@ -139,22 +137,6 @@ def test_a_save_that_began_before_begins_again() -> None:
     assert number > 6
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_save_at_each_request_of_a_look(number: int, *, begun: bool) -> None:
-    """Save or commit at each request of `find_orphans`: no live object is returned as an orphan.
-
-    The exception is a save that began before and is committed after the catalog was read.
-    """
-    store = a_run(1)
-    attempt = begin(store, 2)
-    busy = MeanwhileStore(store, number, lambda: commit(store, attempt) if begun else save(store, 3))
-    orphans = {info.key for info in find_orphans(busy, grace_seconds=0).old}
-    assert busy.acted == (number < 5)
-    if not (begun and number == 4):
-        assert not orphans & named(store)
-
-
 def test_abandoned_ones_are_live_and_listed_apart() -> None:
     """Abandon a checkpoint: its entry is returned apart, and its objects stay."""
     store = a_run(1, 2, 3)
@@ -216,27 +198,6 @@ def test_a_live_manifest_that_cannot_be_read(*, missing: bool) -> None:
     assert keys(store) == named(store)
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_a_checkpoint_is_retired_meanwhile(*, after: bool) -> None:
-    """Retire and delete a checkpoint at each request of a removal: the catalog is read again."""
-    for number in itertools.count(1):
-        store = a_run(1, 2, 3)
-        put_orphans(store)
-
-        def retire(store: MemoryStore = store) -> None:
-            maintenance = Deletions(store)
-            maintenance.apply(Retention(keep_last=2), deadline=Deadline(30))
-            maintenance.delete(deadline=Deadline(30))
-
-        busy = MeanwhileStore(store, number, retire, after=after)
-        remove_orphans(busy, grace_seconds=0)
-        assert_sound(store)
-        assert keys(store) == named(store)
-        if not busy.acted:
-            break
-    assert number > 8
-
-
 def test_a_run_that_is_retired_as_fast_as_it_is_read() -> None:
     """Retire a checkpoint at each read of the catalog: `CommitConflictError`, and nothing is removed."""
     store = a_run(1)
@@ -271,14 +232,4 @@ def test_another_run_is_begun_meanwhile() -> None:
 
     with pytest.raises(CommitConflictError, match="Another run"):
         remove_orphans(MeanwhileStore(store, 5, begin_anew), grace_seconds=0)
-    assert written <= keys(store)
-
-
-def test_no_answer_to_the_swap() -> None:
-    """Lose all answers from the swap on: `CommitUnknownError`, and nothing is removed."""
-    store = a_run(1)
-    written = put_orphans(store)
-    silent = matching(lambda verb, key, number: number > 5, "response", persistent=True)
-    with pytest.raises(CommitUnknownError):
-        remove_orphans(FaultyStore(store, [silent]), grace_seconds=0, timeout_seconds=0.1)
     assert written <= keys(store)

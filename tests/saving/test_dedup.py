@@ -307,19 +307,9 @@ def test_frozen(world_size: int, source: From) -> None:
         assert later.reused_bytes > 0.99 * first.manifest.pieces.length.sum()
         assert set(later.put_pieces) == {n for n in later.pieces() if "lora" in n}
         assert sum(len(report.put_keys) for report in later.reports) <= 2 * world_size, "what is sent is packed anew"
-
-
-@BOTH
-def test_nothing_changed(source: From) -> None:
-    """When nothing changed, no byte is put, and all shards are reused."""
-    run = Run()
-    states = frozen_state(3)
-    first = run.save(states)
-    second = run.save(states, source)
-    assert second.sent_bytes == 0
-    assert set(second.manifest.shards.keys) == set(first.manifest.shards.keys)
-    assert second.manifest.pieces.digests == first.manifest.pieces.digests
-    assert [report.put_keys for report in second.reports] == [(), (), ()]
+    unchanged = run.save(states, source, planner=DefaultSavePlanner)
+    assert unchanged.sent_bytes == 0
+    assert set(unchanged.manifest.shards.keys) == set(later.manifest.shards.keys)
 
 
 # ---- what counts as a change
@@ -332,16 +322,7 @@ BLOCK_BYTES = block_bytes(PIECE_BYTES)
 @BOTH
 @pytest.mark.parametrize(
     "byte",
-    [
-        0,
-        BLOCK_BYTES - 1,
-        BLOCK_BYTES,
-        PIECE_BYTES // 2 + 5,
-        PIECE_BYTES - 1,
-        PIECE_BYTES,
-        3 * PIECE_BYTES - 1,
-        4 * PIECE_BYTES - 1,
-    ],
+    [0, BLOCK_BYTES - 1, BLOCK_BYTES, PIECE_BYTES - 1, PIECE_BYTES, 4 * PIECE_BYTES - 1],
 )
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_one_flipped_bit(byte: int, source: From, layout: str) -> None:
@@ -358,17 +339,6 @@ def test_one_flipped_bit(byte: int, source: From, layout: str) -> None:
     changed = second.pieces()["w"][byte // PIECE_BYTES]
     assert second.key_of(changed) == second.reports[0].put_keys[0]
     assert second.reused_bytes == 3 * PIECE_BYTES + 16
-
-
-@BOTH
-@pytest.mark.parametrize("size", [1, 4, 1000, BLOCK_BYTES // 4, BLOCK_BYTES // 4 + 1])
-def test_one_flipped_bit_of_a_small_tensor(size: int, source: From) -> None:
-    """Tensors of one block, or just above, with others in one shard."""
-    state = {name: noise(size, number=n) for n, name in enumerate("abc")}
-    run = Run()
-    run.save([state])
-    flip(state["b"], 4 * size - 1, bit=7)
-    assert run.save([state], source).put_pieces == {"b": 4 * size}
 
 
 def float_of(word: int) -> torch.Tensor:
@@ -456,27 +426,6 @@ def test_other_order_and_other_budget(source: From) -> None:
     assert len(third.pieces()["c"]) == 1, "a tensor that changed everywhere is cut anew"
 
 
-class ByRow(DefaultSavePlanner):
-    """Planner that orders the chunks of all tensors by their first row."""
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan = super().finish_plan(new_plan)
-        return replace(plan, items=sorted(plan.items, key=lambda item: (item.index.offset or (0,))[0]))
-
-
-@BOTH
-def test_chunks_of_a_tensor_that_are_apart_in_the_plan(source: From) -> None:
-    """Each chunk is found by its tensor and offsets, whatever its position in the plan."""
-    (first,), (second,) = (shard(noise(40, 30, number=n), 1, (4, 1)) for n in range(2))
-    scalar = noise()
-    run = Run()
-    run.save([{"a": first, "b": second, "c": scalar}], planner=ByRow)
-    assert run.save([{"a": first, "b": second, "c": scalar}], source, planner=ByRow).put_pieces == {}
-    first.chunks[2][1].neg_()
-    assert run.save([{"a": first, "b": second, "c": scalar}], source, planner=ByRow).put_pieces == {"a": 10 * 30 * 4}
-    assert run.save([{"c": scalar, "b": second, "a": first}], source).put_pieces == {}
-
-
 @pytest.mark.torture
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -497,32 +446,6 @@ def test_pieces_that_are_no_boxes(sizes: tuple[int, ...], layout: str, source: F
         tensor.copy_(values)
         saved = run.save([{"w": tensor}], source, shard_bytes_max=100_000)
         assert saved.put_pieces == {"w": length}
-
-
-@BOTH
-def test_views_that_are_conjugated_or_negated(source: From) -> None:
-    """Views are compared as they would be stored."""
-    z = torch.complex(noise(40, 30), noise(40, 30, number=1))
-    run = Run()
-    run.save([{"conj": z.conj(), "neg": z.conj().imag, "plain": z}])
-    assert run.save([{"conj": z.conj(), "neg": z.conj().imag, "plain": z}], source).put_pieces == {}
-    assert run.save([{"conj": z.conj().resolve_conj(), "neg": z.conj().imag, "plain": z}], source).put_pieces == {}
-    later = run.save([{"conj": z, "neg": z.imag, "plain": z.conj()}], source)
-    assert set(later.put_pieces) == {"conj", "neg", "plain"}
-
-
-@BOTH
-def test_what_is_empty(source: From) -> None:
-    """Empty tensors and chunks, a tensor that was empty, and one that becomes empty are saved and load."""
-    empty = torch.zeros(0, 3)
-    run = Run()
-    for rows in (0, 2, 2, 0, 0):
-        state = {"empty": empty, "grows": torch.ones(rows, 3), "shrinks": torch.ones(2 - rows, 3)}
-        saved = run.save([state, {"empty": empty}], source)
-    assert saved.put_pieces == {}
-    assert run.saves[2].put_pieces == {}
-    assert run.saves[1].put_pieces == {"grows": 24}
-    assert run.saves[3].put_pieces == {"shrinks": 24}
 
 
 class OfTheUser:
@@ -612,18 +535,6 @@ def test_a_stream_and_elements_of_equal_bytes(source: From) -> None:
     plain = torch.tensor(list(stream), dtype=torch.uint8)
     assert run.save([{"s": plain}], source).put_pieces == {"s": size}
     assert run.save([{"s": sparse}], source).put_pieces == {"s": size}
-
-
-@BOTH
-def test_an_object_and_a_tensor_of_one_name(source: From) -> None:
-    """An object becomes a tensor of the same bytes, and an object again: each is sent."""
-    text = "x" * (2 * INLINE_BYTES_MAX)
-    run = Run()
-    run.save([{"e": text}])
-    stored = '"' + text + '"'
-    as_tensor = torch.tensor(list(stored.encode()), dtype=torch.uint8)
-    assert run.save([{"e": as_tensor}], source).put_pieces == {"e": len(stored)}
-    assert run.save([{"e": text}], source).put_pieces == {"e": len(stored)}
 
 
 # ---- what it costs
@@ -717,14 +628,14 @@ def test_copies_of_a_planner_live_one_at_a_time(source: From) -> None:
 def test_what_is_named_is_not_much_more_than_the_state(source: From) -> None:
     """The shards that a checkpoint names hold little more than its state, of which ever more stops changing.
 
-    If every unchanged piece were reused, each of twenty shards would be kept for a small share of its bytes.
+    If every unchanged piece were reused, each of twelve shards would be kept for a small share of its bytes.
     """
-    names = [f"t{n}" for n in range(20)]
+    names = [f"t{n}" for n in range(12)]
     state = {"m": {name: noise(1000, number=n) for n, name in enumerate(names)}}
     run = Run()
     run.save([state])
-    state_bytes = 20 * 4000
-    for step in range(20):
+    state_bytes = 12 * 4000
+    for step in range(12):
         for name in names[step:]:
             state["m"][name].add_(1)
         saved = run.save([state], source)

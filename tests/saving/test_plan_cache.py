@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -43,6 +43,7 @@ from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.serialization.tensors import byte_view, dtype_name, view_as_integers
 from dcp_remote.storage import MemoryStore
+from tests.support.properties import examples
 from tests.support.simulated_ranks import shard
 from tests.support.strategies import DTYPES, random_whole
 
@@ -63,14 +64,14 @@ def proposal(state: State, planner: RunPlanner | None = None) -> Proposal:
     return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
 
 
-def planned(states: Sequence[State], *, lowest: bool = False) -> tuple[list[RankPlan], Planned]:
+def planned(states: Sequence[State]) -> tuple[list[RankPlan], Planned]:
     """Plan as a manager does; tables and shares are pickled."""
     planners = [RunPlanner() for _ in states]
     proposals = [proposal(state, planner) for state, planner in zip(states, planners, strict=True)]
     tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
     unlike: frozenset[Chunk] = frozenset()
     while True:
-        arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, unlike=unlike, to_lowest_rank=lowest)
+        arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, unlike=unlike)
         shares = [pickle.loads(pickle.dumps(share)) for share in arrangement.shares]
         plans = [to_rank_plan(proposed, share) for proposed, share in zip(proposals, shares, strict=True)]
         digests = [replica_digests(plan, planner, lambda: None) for plan, planner in zip(plans, planners, strict=True)]
@@ -186,30 +187,7 @@ def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
             write_shards(plan, planner, uploads, allow_pickle=False, shared=shared)
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"weight": rows(300).to_sparse()},
-        {"weight": rows(300).requires_grad_()},
-    ],
-    ids=["layout", "requires_grad"],
-)
-def test_what_holders_disagree_about_is_written_whole(others: State) -> None:
-    """A tensor of one shape and dtype that its holders describe differently is written by one of them, as in torch."""
-    states = [{"weight": rows(300)}, others, {"weight": rows(300)}]
-    plans, of_all = planned(states)
-    assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]
-    assert plans[0].plan.items[0].tensor_data == proposal(states[0]).plan.items[0].tensor_data
-    assert of_all.tensors.chunks.tolist() == [1]
-
-
-def test_the_lowest_rank_saves_replicas_if_that_is_asked_for() -> None:
-    """As with `replicas="coordinator"`: nothing is cut, and the other ranks write nothing."""
-    plans, _ = planned([{"weight": rows(300)} for _ in range(3)], lowest=True)
-    assert [len(plan.plan.items) for plan in plans] == [1, 0, 0]
-
-
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_replicas_that_differ_are_never_mixed(data: st.DataObject) -> None:
     """Single bits differ at random places on some ranks; the loaded tensor is one rank's, bit for bit."""
@@ -266,30 +244,6 @@ def test_a_square_matrix_is_not_its_transpose() -> None:
     """Both are the same bytes in memory."""
     whole = rows(100, 100)
     assert digest_of(whole) != digest_of(whole.t())
-
-
-def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas written in parts are digested once, even if the plan is made again; digesting can stop after a MiB."""
-    digested: list[int] = []
-
-    def counted(runs: Sequence[Run]) -> list[memoryview]:
-        found = host_views(runs)
-        digested.extend(len(view) for view in found)
-        return found
-
-    monkeypatch.setattr(plan_cache, "host_views", counted)
-    planner, state = RunPlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
-    one = proposal(state, planner)
-    plan = to_rank_plan(one, arrange([to_table(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
-    known = replica_digests(plan, planner, lambda: None)
-    assert digested == [MiB, MiB, MiB, 256]
-    assert replica_digests(plan, planner, lambda: None, known=known) == known
-    assert len(digested) == 4
-    with pytest.raises(KeyboardInterrupt):
-        replica_digests(plan, planner, mock.Mock(side_effect=[None, KeyboardInterrupt]))
-    assert len(digested) == 5
-    replica_digests(RankPlan(one.plan), planner, lambda: None)  # a plan without parts
-    assert len(digested) == 5
 
 
 # ---- what makes a plan another one
@@ -407,3 +361,27 @@ class Overlapping(torch.Tensor):
 def test_parts_that_overlap_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="parts that overlap"):
         proposal({"w": torch.zeros(4).as_subclass(Overlapping)})
+
+
+def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas written in parts are digested once, even if the plan is made again; digesting can stop after a MiB."""
+    digested: list[int] = []
+
+    def counted(runs: Sequence[Run]) -> list[memoryview]:
+        found = host_views(runs)
+        digested.extend(len(view) for view in found)
+        return found
+
+    monkeypatch.setattr(plan_cache, "host_views", counted)
+    planner, state = RunPlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
+    one = proposal(state, planner)
+    plan = to_rank_plan(one, arrange([to_table(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
+    known = replica_digests(plan, planner, lambda: None)
+    assert digested == [MiB, MiB, MiB, 256]
+    assert replica_digests(plan, planner, lambda: None, known=known) == known
+    assert len(digested) == 4
+    with pytest.raises(KeyboardInterrupt):
+        replica_digests(plan, planner, mock.Mock(side_effect=[None, KeyboardInterrupt]))
+    assert len(digested) == 5
+    replica_digests(RankPlan(one.plan), planner, lambda: None)  # a plan without parts
+    assert len(digested) == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, RemoteWriter, load
+from dcp_remote import CheckpointManager, PerRank, RemoteWriter, load
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
@@ -73,60 +72,6 @@ def test_tensors_of_different_shapes_are_refused_on_all_ranks(monkeypatch: pytes
         for manager in reversed(managers):
             manager.close()
     assert [len(load(store, step=2)["per_rank"][str(rank)]["x"]) for rank in range(RANKS)] == [2, 3, 4]
-
-
-def test_objects_that_differ_are_reported_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One line for all names; none for names that were reported, for equal values, or for those of single ranks."""
-    store = MemoryStore()
-
-    def state(rank: int, **more: Any) -> dict[str, Any]:
-        return {
-            "seed": 100 + rank,
-            "betas": (0.9, 0.95),
-            "config": {"host": f"node{rank // 2}", "layers": [1, {"a": 2}]},
-            "random": PerRank(RandomStates()),
-            "own": PerRank(rank),
-        } | more
-
-    with rank_threads(RANKS) as them, caplog.at_level(logging.WARNING, "dcp_remote"):
-        managers = managers_of(them, store, monkeypatch)
-        for step in (1, 2):
-            assert save_all(them, managers, step, state) == [None] * RANKS
-        assert save_all(them, managers, 3, lambda rank: state(rank, new=1, time=float(rank))) == [None] * RANKS
-        for manager in reversed(managers):
-            manager.close()
-    told = [record.getMessage() for record in caplog.records if "different values" in record.getMessage()]
-    assert len(told) == 2
-    saved = load(store, step=1)
-    writer = saved["seed"] - 100
-    assert "Ranks hold different values of 2 objects, and each save holds that of the lowest rank: " in told[0]
-    assert f"seed (3 values on 3 ranks; rank {writer}'s is saved)" in told[0]
-    assert "config.host (2 values on 3 ranks; rank " in told[0]
-    assert "PerRank(...)" in told[0]
-    assert "1 object, " in told[1]
-    assert "time (3 values" in told[1]
-
-
-def test_a_rank_by_itself_digests_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single rank has nobody to differ from."""
-    monkeypatch.setattr("dcp_remote.manager.save_planning.digest_objects", lambda *_: pytest.fail("digested"))
-    with CheckpointManager(MemoryStore()) as checkpoints:
-        checkpoints.save(1, {"a": 1}, wait=True)
-
-
-def test_a_plan_that_is_kept_digests_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ranks that plan anew compare objects, so that later saves cost what they did."""
-    counted: list[int] = []
-    with rank_threads(RANKS) as them:
-        managers = managers_of(them, MemoryStore(), monkeypatch)
-        assert save_all(them, managers, 1, lambda _: {"a": 1}) == [None] * RANKS
-        monkeypatch.setattr("dcp_remote.manager.save_planning.digest_objects", lambda *_: counted.append(1))
-        assert save_all(them, managers, 2, lambda _: {"a": 2}) == [None] * RANKS
-        for manager in reversed(managers):
-            manager.close()
-    assert counted == []
 
 
 # ---- dcp.save

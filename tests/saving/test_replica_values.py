@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -176,24 +175,6 @@ def test_plain_tensors_are_compared(place: str, monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(load(store)["model"]["norm.running_mean"], Normed(0).state_dict()["norm.running_mean"])
 
 
-def test_bits_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.0 and -0.0 differ, NaNs of equal bits do not; neither the order in memory nor that of keys counts."""
-    nans = torch.full((3, 4), math.nan)
-    other = nans.clone()
-    other.view(torch.int32)[1, 1] ^= 1
-
-    def saved(values: Callable[[int], State]) -> list[BaseException | None]:
-        with saving(monkeypatch, MemoryStore()) as save:
-            return save(1, values)
-
-    require_refused(saved(lambda rank: {"x": torch.zeros(3) * (-1 if rank else 1)}), "x: one value on rank 0")
-    require_refused(saved(lambda rank: {"x": nans if rank < 2 else other}), "x: one value on ranks 0, 1")
-    whole = torch.arange(12.0).reshape(3, 4)
-    laid_out = [whole, whole.t().contiguous().t(), torch.arange(24.0).reshape(3, 8)[:, :4].copy_(whole)]
-    assert saved(lambda rank: {"x": laid_out[rank], "nan": nans.clone()}) == SAVED
-    assert saved(lambda rank: dict(sorted({"x": nans, "y": {"a": whole, "b": 2}}.items(), reverse=rank == 1))) == SAVED
-
-
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:.*TypedStorage.*:UserWarning")
 @pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, quantize])
 def test_tensors_that_are_no_plain_elements_are_compared(
@@ -357,6 +338,24 @@ def test_later_saves_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             assert cost(save, 1) == (0, 2)
 
 
+def test_one_digest_compares_all_tensors_that_the_same_ranks_hold() -> None:
+    """A message holds a digest for each set of holders; only a rank of each value lists its tensors one by one."""
+    ranks = 1000
+    names = [[f"all{n}" for n in range(50)] + [f"{rank % 10}.{n}" for n in range(50)] for rank in range(ranks)]
+    tables = [table_of(own, [REPLICA] * 99 + [BUFFER]) for own in names]
+    arrangement = arrange(tables, shard_bytes_max=KiB, compared=set())
+    assert sorted(len(one.ranks) for one in arrangement.sets) == [100] * 20 + [1000]
+    assert all(len(np.unique(share.compared)) == 3 for share in arrangement.shares)
+    assert all(share.compared.nbytes == 100 for share in arrangement.shares)
+    digests = [{1: b"b" if rank in (7, 9) else b"a"} for rank in range(ranks)]
+    groups = group_by_digest(range(ranks), digests, 1)
+    assert [len(group) for group in groups] == [998, 2]
+    assert find_unequal(groups, [b"AABB", b"AACC"], item_bytes=2) == {1: ["998 ranks (0, 1, 2, 3, …)", "ranks 7, 9"]}
+    known = arrange(tables, shard_bytes_max=KiB, compared={name for own in names for name in own})
+    assert known.sets == ()
+    assert not any(share.has_sets or len(share.compared) for share in known.shares)
+
+
 def table_of(names: list[str], roles: list[int]) -> PlanTable:
     """Return the table of a rank that holds vectors of these names."""
     count = len(names)
@@ -374,21 +373,3 @@ def table_of(names: list[str], roles: list[int]) -> PlanTable:
         kinds=((to_kind("", TensorProperties()), 4),),
         value_digests=np.zeros(0, dtype=np.uint32),
     )
-
-
-def test_one_digest_compares_all_tensors_that_the_same_ranks_hold() -> None:
-    """A message holds a digest for each set of holders; only a rank of each value lists its tensors one by one."""
-    ranks = 1000
-    names = [[f"all{n}" for n in range(50)] + [f"{rank % 10}.{n}" for n in range(50)] for rank in range(ranks)]
-    tables = [table_of(own, [REPLICA] * 99 + [BUFFER]) for own in names]
-    arrangement = arrange(tables, shard_bytes_max=KiB, compared=set())
-    assert sorted(len(one.ranks) for one in arrangement.sets) == [100] * 20 + [1000]
-    assert all(len(np.unique(share.compared)) == 3 for share in arrangement.shares)
-    assert all(share.compared.nbytes == 100 for share in arrangement.shares)
-    digests = [{1: b"b" if rank in (7, 9) else b"a"} for rank in range(ranks)]
-    groups = group_by_digest(range(ranks), digests, 1)
-    assert [len(group) for group in groups] == [998, 2]
-    assert find_unequal(groups, [b"AABB", b"AACC"], item_bytes=2) == {1: ["998 ranks (0, 1, 2, 3, …)", "ranks 7, 9"]}
-    known = arrange(tables, shard_bytes_max=KiB, compared={name for own in names for name in own})
-    assert known.sets == ()
-    assert not any(share.has_sets or len(share.compared) for share in known.shares)

@@ -14,17 +14,12 @@ from typing import Any, TypeAlias, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_remote import RemoteWriter, load
-from dcp_remote.common.arrays import Buffer
-from dcp_remote.errors import SaveFailedError
-from dcp_remote.storage import LocalStore
-from dcp_remote.storage.base import Condition, Version
-from tests.support.rank_threads import wait_until
 from tests.support.training import assert_same, full
 
 pytestmark = pytest.mark.torture
@@ -32,10 +27,6 @@ pytestmark = pytest.mark.torture
 State: TypeAlias = dict[str, Any]
 
 WAIT_SECONDS = 60.0
-
-NEEDS_AN_ACCELERATOR = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="this is about hosts without an accelerator"
-)
 
 
 class GatedPlanner(DefaultSavePlanner):
@@ -130,15 +121,6 @@ def test_the_default_stager_in_each_of_its_modes(
         stager.close()
 
 
-@NEEDS_AN_ACCELERATOR
-@pytest.mark.filterwarnings("ignore:Ignoring pin_memory flag:UserWarning")
-@pytest.mark.parametrize(("pinned", "shared", "in_background"), MODES)
-def test_modes_of_the_default_stager_that_need_an_accelerator(pinned: bool, shared: bool, in_background: bool) -> None:
-    """Without an accelerator, torch refuses to create a stager with non-blocking copies."""
-    with pytest.raises(AssertionError, match="requires that the current accelerator is available"):
-        DefaultStager(StagingOptions(pinned, shared, in_background, use_non_blocking_copy=True))
-
-
 class CloningStager(AsyncStager):
     """Stager of a user that copies synchronously."""
 
@@ -195,15 +177,6 @@ def test_a_writer_that_stages_for_itself(tmp_path: Path) -> None:
     three_saves(None, lambda number: StagingWriter(tmp_path / str(number)), tmp_path)
 
 
-@NEEDS_AN_ACCELERATOR
-def test_a_stager_that_fails(tmp_path: Path) -> None:
-    """The blocking stager of torch pins its cache: `async_save` raises its error, and nothing is written."""
-    stager = BlockingAsyncStager(cache_staged_state_dict=True)
-    with pytest.raises(RuntimeError, match="Cannot access accelerator device"):
-        start({"x": torch.ones(3)}, RemoteWriter(tmp_path / "none"), async_stager=stager)
-    assert list(tmp_path.iterdir()) == []
-
-
 class FailingStager(CloningStager):
     """Stager whose future fails, like a copy from a lost device."""
 
@@ -219,53 +192,6 @@ def test_a_stager_that_fails_in_the_background(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the device is gone"):
         upload.result(WAIT_SECONDS)
     assert list(tmp_path.iterdir()) == []
-
-
-class GatedStore(LocalStore):
-    """Store that blocks in the put of a shard until the gate is opened."""
-
-    reached: threading.Semaphore
-    gate: threading.Event
-
-    def put(self, key: str, buffers: Any, *, condition: Condition = "any") -> Version:
-        if key.startswith("shards/"):
-            self.reached.release()
-            assert self.gate.wait(WAIT_SECONDS)
-        return super().put(key, cast("list[Buffer]", buffers), condition=condition)
-
-
-def test_a_stager_that_is_used_again_too_early(tmp_path: Path) -> None:
-    """The second save overwrites memory that the first is still sending: the first fails, the second is whole.
-
-    torch does not refuse this: a save may only use a stager whose last upload has ended.
-    """
-    store = GatedStore(tmp_path / "first")
-    store.reached, store.gate = threading.Semaphore(0), threading.Event()
-    state = state_of_training()
-    dcp.save(state, storage_writer=RemoteWriter(tmp_path / "alone"), no_dist=True)
-    shards = len(list(LocalStore(tmp_path / "alone").list("shards/")))
-    stager = DefaultStager(StagingOptions(*4 * [False]))
-    change(state, 1)
-    try:
-        _, first = start(state, RemoteWriter(store), async_stager=stager)
-        for _ in range(
-            shards
-        ):  # or a shard that is digested after the change would be a valid shard of the second state
-            assert store.reached.acquire(timeout=WAIT_SECONDS)
-        change(state, 2)
-        expected = full(copy.deepcopy(state))
-        _, second = start(state, RemoteWriter(tmp_path / "second"), async_stager=stager)
-        second.result(WAIT_SECONDS)
-    finally:
-        store.gate.set()
-    with pytest.raises(CheckpointException) as caught:
-        first.result(WAIT_SECONDS)
-    stager.close()
-    error = caught.value.failures[0][0]
-    assert isinstance(error, SaveFailedError)
-    assert "changed while it was being saved" in str(error)
-    wait_until(lambda: not list(store.list()))  # a shard that was still being sent is deleted when its put ends
-    assert_same(full(load(tmp_path / "second")), expected)
 
 
 def test_saves_of_one_state_that_overlap(tmp_path: Path) -> None:

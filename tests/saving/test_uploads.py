@@ -278,23 +278,6 @@ def test_preparing_may_fail() -> None:
     assert caught.value.details["cause"] == "MemoryError: no room"
 
 
-def test_a_claim_sees_a_failure() -> None:
-    """Claim bytes that would fit, after a failure: no more is read from the state."""
-
-    def prepare() -> Prepared[int]:
-        raise ValueError
-
-    def save() -> None:
-        with uploads_to(MemoryStore()) as uploads:
-            uploads.submit("a", prepare, claimed_bytes=0)
-            while not uploads._jobs[0].over:
-                time.sleep(0.001)
-            uploads.claim(1)
-
-    with pytest.raises(SaveFailedError):
-        save()
-
-
 @pytest.mark.parametrize("waits_in", ["finish", "claim"])
 def test_the_deadline(waits_in: str) -> None:
     """Let the deadline pass while a put is held: the error counts the open shards, and the put is removed later."""
@@ -353,50 +336,6 @@ def test_the_deadline_names_the_last_error_of_a_shard() -> None:
     assert caught.value.details["cause"] == "TransientStorageError: 503 Slow Down."
 
 
-@pytest.mark.parametrize("waits_in", ["finish", "claim"])
-def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the deadline expire while no put ends: the waiting thread checks it by itself."""
-    monkeypatch.setattr("dcp_remote.saving.uploads.WAKE_SECONDS", 0.01)
-    gate = threading.Event()
-    now_seconds = [0.0]
-
-    def before(key: str) -> None:
-        now_seconds[0] = 1801.0
-        opened(gate)
-
-    def save() -> None:
-        with uploads_to(HookedStore(MemoryStore(), before), clock=lambda: now_seconds[0]) as uploads:
-            uploads.claim(1000)
-            uploads.submit("k", sending(1), claimed_bytes=1000)
-            if waits_in == "claim":
-                uploads.claim(1)
-            uploads.finish()
-
-    with pytest.raises(SaveTimeoutError):
-        save()
-    gate.set()
-    join(workers("upload"))
-
-
-def test_a_claim_of_nothing_only_checks() -> None:
-    """Claim nothing beside a full budget: it does not wait, but raises once the deadline has passed."""
-    now_seconds = [0.0]
-    gate = threading.Event()
-    with uploads_to(
-        HookedStore(MemoryStore(), lambda key: opened(gate)), budget_bytes=10, clock=lambda: now_seconds[0], seconds=10
-    ) as uploads:
-        uploads.claim(10)
-        uploads.submit("k", sending(1), claimed_bytes=10)
-        uploads.claim(0)
-        now_seconds[0] = 11.0
-        with pytest.raises(SaveTimeoutError):
-            uploads.claim(0)
-        gate.set()
-        now_seconds[0] = 0.0
-        uploads.claim(0)
-        uploads.finish()
-
-
 def test_puts_are_reported_and_timed() -> None:
     """Record `on_put`: key and bytes, from the worker thread; seconds and retries include what was sent again."""
     now_seconds = itertools.count()
@@ -424,23 +363,6 @@ def test_puts_are_reported_and_timed() -> None:
     assert uploads.retries == 1
     assert set(uploads.seconds) == {"k0", "k1", "k2"}
     assert all(seconds >= 1 for seconds in uploads.seconds.values())
-
-
-def test_failed_puts_are_not_reported() -> None:
-    told: list[str] = []
-    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
-    store = FaultyStore(MemoryStore(), [denied])
-
-    def save() -> None:
-        with Uploads[int](
-            store, rank=0, deadline=Deadline(600), memory_budget_bytes=9, on_put=lambda key, _: told.append(key)
-        ) as uploads:
-            uploads.submit("bad", sending(1), claimed_bytes=0)
-            uploads.finish()
-
-    with pytest.raises(SaveFailedError):
-        save()
-    assert told == []
 
 
 def test_retries_end_with_the_save() -> None:
@@ -524,10 +446,14 @@ def known_pace() -> LatencyTracker:
 
 
 def late_upload(
-    store: LateStore, *, pace: LatencyTracker, on_put: Callable[[str, int], None] | None = None
+    store: LateStore,
+    *,
+    pace: LatencyTracker,
+    on_put: Callable[[str, int], None] | None = None,
+    around: ObjectStore | None = None,
 ) -> Uploads[str]:
     uploads: Uploads[str] = Uploads(
-        store,
+        around or store,
         rank=7,
         deadline=Deadline(60),
         memory_budget_bytes=1000,
@@ -563,58 +489,24 @@ def test_a_late_put_is_sent_under_another_name(fails: str) -> None:
     assert told == ["second"]
 
 
-def test_of_two_puts_that_arrive_one_counts() -> None:
-    """Let the first put arrive while the second is in progress: the first is the shard, the second is deleted."""
+@pytest.mark.parametrize("is_denied", [False, True])
+def test_of_two_puts_the_one_that_arrives_counts(*, is_denied: bool) -> None:
+    """Let the first put arrive while the second is in progress, which is then deleted; or deny the second."""
     store = LateStore()
 
-    class Both(HookedStore):
-        def __init__(self) -> None:
-            super().__init__(store, self._before)
+    def before(key: str) -> None:
+        if key == "second":
+            store.gate.set()
+            while not is_denied and uploads._jobs[0].over is False:
+                time.sleep(0.001)
+            if is_denied:
+                raise PermissionDeniedError("refused")
 
-        def _before(self, key: str) -> None:
-            if key == "second":
-                store.gate.set()
-                while uploads._jobs[0].over is False:
-                    time.sleep(0.001)
-
-    uploads: Uploads[str] = Uploads(
-        Both(), rank=7, deadline=Deadline(60), memory_budget_bytes=1000, clock=LateClock(store), pace=known_pace()
-    )
+    uploads = late_upload(store, pace=known_pace(), around=HookedStore(store, before))
     with uploads:
         submit(uploads)
         assert uploads.finish() == ["first"]
     join(workers("upload"))
-    assert store.keys() == ["first"]
-
-
-def test_one_of_two_puts_may_fail() -> None:
-    """Deny the second put while the first is held, then let the first arrive: no failure."""
-    store = LateStore()
-    refused = threading.Event()
-
-    class Refusing(HookedStore):
-        def __init__(self) -> None:
-            super().__init__(store, self._before)
-
-        def _before(self, key: str) -> None:
-            if key == "second":
-                refused.set()
-                raise PermissionDeniedError("refused")
-
-    uploads: Uploads[str] = Uploads(
-        Refusing(), rank=7, deadline=Deadline(60), memory_budget_bytes=1000, clock=LateClock(store), pace=known_pace()
-    )
-    with uploads:
-        submit(uploads)
-
-        def open_then() -> None:
-            opened(refused)
-            store.gate.set()
-
-        opener = threading.Thread(target=open_then)
-        opener.start()
-        assert uploads.finish() == ["first"]
-        opener.join()
     assert store.keys() == ["first"]
 
 
@@ -654,3 +546,45 @@ def test_puts_that_are_not_sent_twice(why: str) -> None:
         store.gate.set()
         assert uploads.finish() == ["first"]
         assert (len(uploads.seconds), uploads.retries) == (1, 0)
+
+
+@pytest.mark.parametrize("waits_in", ["finish", "claim"])
+def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the deadline expire while no put ends: the waiting thread checks it by itself."""
+    monkeypatch.setattr("dcp_remote.saving.uploads.WAKE_SECONDS", 0.01)
+    gate = threading.Event()
+    now_seconds = [0.0]
+
+    def before(key: str) -> None:
+        now_seconds[0] = 1801.0
+        opened(gate)
+
+    def save() -> None:
+        with uploads_to(HookedStore(MemoryStore(), before), clock=lambda: now_seconds[0]) as uploads:
+            uploads.claim(1000)
+            uploads.submit("k", sending(1), claimed_bytes=1000)
+            if waits_in == "claim":
+                uploads.claim(1)
+            uploads.finish()
+
+    with pytest.raises(SaveTimeoutError):
+        save()
+    gate.set()
+    join(workers("upload"))
+
+
+def test_failed_puts_are_not_reported() -> None:
+    told: list[str] = []
+    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    store = FaultyStore(MemoryStore(), [denied])
+
+    def save() -> None:
+        with Uploads[int](
+            store, rank=0, deadline=Deadline(600), memory_budget_bytes=9, on_put=lambda key, _: told.append(key)
+        ) as uploads:
+            uploads.submit("bad", sending(1), claimed_bytes=0)
+            uploads.finish()
+
+    with pytest.raises(SaveFailedError):
+        save()
+    assert told == []

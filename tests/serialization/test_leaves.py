@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.saving.staging import Stager
 from dcp_remote.serialization.leaves import is_flattened, iterate_leaves, value_at
-from dcp_remote.serialization.state_dict import TextKeys, empty_places, require_distinct
+from dcp_remote.serialization.state_dict import TextKeys, build_saved_state, empty_places, require_distinct
 
 KEYS = st.text("ab.1", min_size=1, max_size=3) | st.integers(0, 1)
 VALUES = st.just(None) | st.integers() | st.builds(lambda: torch.zeros(1)) | st.tuples(st.integers(), st.text())
@@ -112,3 +115,30 @@ def test_a_container_that_contains_itself(holder: type) -> None:
         list(iterate_leaves({"x": ring}))
     with pytest.raises(InvalidArgumentError, match=r"contains itself.*key='x'"):
         require_distinct({"x": ring})
+
+
+def test_a_deep_list_in_a_deep_call_stack() -> None:
+    """Refused with its key, where Python's limit of calls is reached before the limit of nesting."""
+    deep: Any = 1
+    for _ in range(180):
+        deep = [deep]
+
+    def save_below(depth: int) -> None:
+        if depth:
+            save_below(depth - 1)
+        else:
+            build_saved_state({"a": 1, "x": deep}, 0)
+
+    used = len(inspect.stack(0))
+    with pytest.raises(InvalidArgumentError, match=r"nested too deeply.*key='x'"):
+        save_below(sys.getrecursionlimit() - used - 200)
+    with pytest.raises(InvalidArgumentError, match=r"nested too deeply.*key='x'"):
+        stage_below({"x": deep}, sys.getrecursionlimit() - used - 200)
+
+
+def stage_below(state: dict[str, Any], depth: int) -> None:
+    """Stage a state so many calls further down."""
+    if depth:
+        stage_below(state, depth - 1)
+    else:
+        Stager().stage(state)

@@ -124,7 +124,6 @@ def test_small_immutable_values_may_be_shared() -> None:
 
 
 def test_equal_sets_give_equal_bytes() -> None:
-    """Insert the elements of a set in two orders: the stored bytes are equal."""
     orders = [[0, 8, 16, 24], [24, 16, 8, 0]]
     assert len({tuple({*order}) for order in orders}) == 2
     assert len({encode_object("k", set(order)).data for order in orders}) == 1

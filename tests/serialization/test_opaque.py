@@ -164,16 +164,6 @@ def test_by_torchs_own_functions(tmp_path: Path) -> None:
     assert repr(state["cfg"]) == "Opaque({'a': [1]})"
 
 
-def test_a_value_in_place_of_an_opaque_one() -> None:
-    """Restore into a template that names the entry without `Opaque`: the value itself."""
-    store = MemoryStore()
-    with CheckpointManager(store) as checkpoints:
-        checkpoints.save(1, {"cfg": Opaque({"a": 1})}, wait=True)
-        state: dict[str, Any] = {"cfg": None}
-        checkpoints.restore(state)
-    assert state == {"cfg": {"a": 1}}
-
-
 @pytest.mark.parametrize("first", [np.zeros(2, dtype=[("a", "i4")]), np.arange(3)], ids=["fields", "plain"])
 def test_a_pair_that_begins_with_an_array(first: Any) -> None:
     """Save and load tuples of an array and a value: no comparison of the array with a mark."""
@@ -184,14 +174,15 @@ def test_a_pair_that_begins_with_an_array(first: Any) -> None:
     assert np.array_equal(load(store)["pair"][0], first)
 
 
-def test_a_per_rank_value_in_place_of_an_opaque_one() -> None:
-    """Restore per-rank `Opaque` and `Files` entries into values without them: the values themselves."""
-    store = MemoryStore()
+def test_a_value_in_place_of_an_opaque_one() -> None:
+    """Restore `Opaque` and `Files`, of all ranks and of one, into values without them: the values themselves."""
+    store, files = MemoryStore(), Files({"x": b"1"})
     with CheckpointManager(store) as checkpoints:
-        checkpoints.save(1, {"cfg": PerRank(Opaque({"a": 1})), "files": PerRank(Files({"x": b"1"}))}, wait=True)
-        state: dict[str, Any] = {"cfg": PerRank(0), "files": PerRank(0)}
+        saved = {"all": Opaque({"a": 1}), "cfg": PerRank(Opaque({"a": 1})), "files": PerRank(files)}
+        checkpoints.save(1, saved, wait=True)
+        state: dict[str, Any] = {"all": None, "cfg": PerRank(0), "files": PerRank(0)}
         checkpoints.restore(state)
-    assert (state["cfg"].value, state["files"].value) == ({"a": 1}, Files({"x": b"1"}))
+    assert (state["all"], state["cfg"].value, state["files"].value) == ({"a": 1}, {"a": 1}, files)
 
 
 def test_a_value_of_one_rank_in_the_place_of_a_shared_one() -> None:

@@ -148,11 +148,10 @@ def test_sets_of_long_values_are_sorted() -> None:
 # ---- through a checkpoint
 
 
-@pytest.mark.parametrize("make", [lambda: np.arange(2 * MiB), lambda: torch.arange(2 * MiB)], ids=["array", "tensor"])
 @pytest.mark.parametrize("per_rank", [True, False])
-def test_saving_takes_no_memory_and_restoring_that_of_the_value(tmp_path: Path, make: Any, *, per_rank: bool) -> None:
-    """Count the peak of allocations by Python and numpy for a value with 16 MiB."""
-    value = make()
+def test_saving_takes_no_memory_and_restoring_that_of_the_value(tmp_path: Path, *, per_rank: bool) -> None:
+    """Count the peak of allocations by Python and numpy for values with 16 MiB."""
+    values = {"array": np.arange(MiB), "tensor": torch.arange(MiB)}
     size = 16 * MiB
 
     def state(inner: object) -> dict[str, Any]:
@@ -168,13 +167,12 @@ def test_saving_takes_no_memory_and_restoring_that_of_the_value(tmp_path: Path, 
 
     with CheckpointManager(tmp_path, memory_budget_bytes=64 * MiB) as checkpoints:
         checkpoints.save(1, {"warm": 1}, wait=True)
-        given = state({"big": value, "n": 1})
+        given = state({**values, "n": 1})
         assert peak_of(lambda: checkpoints.save(2, given, wait=True)) < 0.3 * size
         found = state(None)
         assert peak_of(lambda: checkpoints.restore(found)) < 1.3 * size
     restored = found["x"].value if per_rank else found["x"][0]
-    assert same(restored["big"][:1000], value[:1000])
-    assert bool((restored["big"] == value).all())
+    assert all(bool((restored[name] == value).all()) for name, value in values.items())
 
 
 def test_unchanged_arrays_are_not_sent_again(tmp_path: Path) -> None:

@@ -114,13 +114,9 @@ def same(left: Any, right: Any) -> bool:  # noqa: C901, PLR0912  # one line per 
             )
         )
     if isinstance(left, torch.Tensor):
-        return (left.dtype, left.shape, left.requires_grad) == (
-            right.dtype,
-            right.shape,
-            right.requires_grad,
-        ) and left.detach().contiguous().reshape(-1).view(torch.uint8).tolist() == right.detach().contiguous().reshape(
-            -1
-        ).view(torch.uint8).tolist()
+        properties = [(each.dtype, each.shape, each.requires_grad) for each in (left, right)]
+        left, right = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (left, right))
+        return properties[0] == properties[1] and torch.equal(left, right)
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
     if isinstance(left, complex):
@@ -384,26 +380,28 @@ leaves = st.one_of(
 )
 
 
-keys = st.one_of(st.text(), st.integers(), st.booleans(), st.tuples(st.integers(), st.text()), st.just("$tuple"))
+keys = st.one_of(
+    st.text(), st.integers(), st.booleans(), st.floats(), st.tuples(st.integers(), st.text()), st.just("$tuple")
+)
 
 
-trees = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw containers of every kind."""
+    return st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4).map(collections.OrderedDict),
-        st.lists(inner, max_size=3).map(collections.deque),
-        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+        st.dictionaries(keys, inner, max_size=3).map(lambda items: collections.defaultdict(list, items)),
+        st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 3)),
+        st.builds(Point, inner, inner),
+        st.builds(slice, inner, inner, inner),
         st.dictionaries(st.text(), inner, max_size=3).map(lambda names: types.SimpleNamespace(**names)),
         st.frozensets(keys, max_size=3),
-    ),
-    max_leaves=20,
-)
+    )
 
 
-@given(trees)
+@given(st.recursive(leaves, containers, max_leaves=20))
 def test_any_tree_comes_back_exactly(tree: Any) -> None:
     """Encode random trees of hashable and unhashable values: types and bits are equal."""
     for decoded, expected in both_ways(tree):
@@ -507,23 +505,9 @@ rare = st.one_of(
     st.builds(Span, st.floats()),
     st.sampled_from([torch.bfloat16, torch.strided, torch.sparse_coo, torch.device("cuda:1"), torch.Size([2, 0])]),
 )
-nests = st.recursive(
-    rare,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.floats() | st.text() | st.tuples(st.decimals(allow_nan=False)), inner, max_size=3),
-        st.dictionaries(st.text(), inner, max_size=3).map(lambda items: collections.defaultdict(list, items)),
-        st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 3)),
-        st.builds(Point, inner, inner),
-        st.builds(slice, inner, inner, inner),
-        st.dictionaries(st.text(), inner, max_size=3).map(lambda names: argparse.Namespace(**names)),
-    ),
-    max_leaves=10,
-)
 
 
-@given(nests)
+@given(st.recursive(rare, containers, max_leaves=10))
 def test_rare_values_come_back(value: Any) -> None:
     """Nest odd values of every kind: JSON, and equal when decoded; NaN equals NaN."""
     encoded = encode_object("k", [value])

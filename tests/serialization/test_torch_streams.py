@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError
 from dcp_remote.serialization.objects import EncodedObject, decode_object, encode_object, encode_stream
-from dcp_remote.serialization.torch_streams import save
+from dcp_remote.serialization.restricted_unpickler import DamagedStreamError
+from dcp_remote.serialization.torch_streams import load_restricted, save
 
 REFUSALS = (CorruptCheckpointError, UnsafeObjectError)
 
@@ -250,3 +251,15 @@ def test_damaged_streams_give_an_object_or_one_of_three_errors(sample: bytes, da
         damaged[data.draw(st.integers(0, end - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(*REFUSALS):
         decode_torch(bytes(damaged))
+
+
+def test_a_storage_shorter_than_its_record() -> None:
+    """Refused as by torch, whose storages have the size of their records."""
+    stream, changed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(100.0)[:50], stream)
+    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(changed, "w") as other:
+        for entry in archive.infolist():
+            other.writestr(entry.filename, archive.read(entry) + b"1234" * entry.filename.endswith("/data/0"))
+    assert isinstance(load_restricted(stream.getvalue()), torch.Tensor)
+    with pytest.raises(DamagedStreamError, match="another size than its record"):
+        load_restricted(changed.getvalue())

@@ -34,13 +34,10 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.loading import downloads
-from dcp_remote.run import catalog_store, job, live_shards
-from dcp_remote.run.conditional_put import Backoff
-from dcp_remote.run.deletions import Deletions
+from dcp_remote.run import job, live_shards, recovery
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
-from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
 _Answer = TypeVar("_Answer")
@@ -617,9 +614,8 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
             patch.setattr(module, "Workers", _Pool)
         patch.setattr(live_shards, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
-        patch.setattr(job, "_describe_process", lambda: "")  # it differs between processes
-        for call in (Deletions.__init__, DeletionQueue.__init__, Backoff.__init__, catalog_store.swap):
-            patch.setitem(call.__kwdefaults__, "sleep", _sleep)  # type: ignore[arg-type]  # both have keyword defaults
+        for module in (job, recovery):
+            patch.setattr(module, "describe_process", lambda: "")  # it differs between processes
         # Pure, and without a cache half of a history's time.
         for module in (catalog_json, manifest_json):
             patch.setattr(module, "decode", lru_cache(maxsize=200)(module.decode))

@@ -13,16 +13,12 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import StorageError
 from dcp_remote.loading.downloads import Fetch, download
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.request_context import BufferLease, require_may_write, writes_nothing
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+from tests.support.clouds import FOREVER, answer_range, open_s3
 
 LENGTH = 1000
-HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
-
-# So long that a test which waits for the end of a request does not end.
-FOREVER = Timeouts(floor_seconds=1e5, silence_seconds=1e5)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +32,10 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def open_at(endpoint_url: str, *, direct: bool) -> CloudStore:
-    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"} if direct else {"anon": True}
-    options = {"endpoint_url": endpoint_url, "region_name": "us-east-1", **keys}
+    """Open a store that reads directly, or, without credentials, by obstore."""
+    if direct:
+        return open_s3(endpoint_url, timeouts=FOREVER)
+    options = {"endpoint_url": endpoint_url, "region_name": "us-east-1", "anon": True}
     return open_cloud_store(parse_url("s3://bucket/run"), options, timeouts=FOREVER)
 
 
@@ -49,8 +47,7 @@ def read(store: CloudStore, into: bytearray, *, keys: int, deadline: Deadline) -
 
 
 def range_of(request: HttpRequest) -> HttpAnswer:
-    headers = {**HEADERS, "Content-Range": f"bytes 0-{LENGTH - 1}/{LENGTH}"}
-    return HttpAnswer(206, b"x" * LENGTH, headers) if "range" in request.headers else HttpAnswer(404)
+    return answer_range(request, b"x" * LENGTH) if "range" in request.headers else HttpAnswer(404)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -141,9 +138,3 @@ def test_closing_a_lease_waits_for_writers_only() -> None:
         thread.join()
     assert not lease.close()
     assert written == ["the first"]
-
-
-def test_threads_without_a_lease() -> None:
-    """Call both functions in a thread that reads into no lease."""
-    with writes_nothing():
-        require_may_write()

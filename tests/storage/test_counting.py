@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
-
 import pytest
 
 from dcp_remote.errors import BucketNotFoundError, TransientStorageError
-from dcp_remote.storage import LocalStore, MemoryStore
+from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.counting import CountingStore, Counts
 from dcp_remote.testing import FaultyStore, nth
 
@@ -30,12 +27,6 @@ def test_counts() -> None:
     store.delete(["a", "below/b"])
     assert store.counts.since(before) == Counts(requests=4, put_bytes=0, got_bytes=8)
     assert child.counts == store.counts
-
-
-def test_pickling_resets_the_counts(tmp_path: Path) -> None:
-    store = CountingStore(LocalStore(tmp_path))
-    store.put("a", [b"1"])
-    assert pickle.loads(pickle.dumps(store)).counts == Counts()
 
 
 def test_explain_missing_is_forwarded() -> None:

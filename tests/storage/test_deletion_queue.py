@@ -92,18 +92,17 @@ def test_deletions_can_be_handed_over() -> None:
     assert {*told} == {"refused", *(f"k{number}" for number in range(708))}
 
 
-class HoldingStore(WrappedStore):
-    """Store with object lock, which does not delete held objects; records the number of keys of each delete."""
+class HoldingStore(DenyingStore):
+    """Store with object lock, which denies the deletion of held objects alone."""
 
     def __init__(self, store: ObjectStore, held: Callable[[str], bool]) -> None:
         super().__init__(store)
         self.held = held
-        self.asked: list[int] = []
 
     def delete(self, keys: Sequence[str]) -> dict[str, StorageError]:
-        self.asked.append(len(keys))
-        super().delete([key for key in keys if not self.held(key)])
-        return {key: PermissionDeniedError("Held.", key=key) for key in keys if self.held(key)}
+        denied = super().delete(keys)
+        self._store.delete([key for key in keys if not self.held(key)])
+        return {key: error for key, error in denied.items() if self.held(key)}
 
 
 def test_a_held_object_is_no_lack_of_permission() -> None:

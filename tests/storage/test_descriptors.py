@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore, open_store
 from dcp_remote.storage.conditional_writes import require_conditional_writes
@@ -39,7 +39,7 @@ _CALLS: dict[str, Callable[[ObjectStore], object]] = {
 
 def _retrying(store: ObjectStore, clock: SleepClock) -> RetryingStore:
     outage = Outage(store.url, clock=clock, is_speaker=lambda: True)
-    return RetryingStore(store, Deadline(SAVE_SECONDS, clock), sleep=clock.sleep, random=lambda: 0.5, outage=outage)
+    return RetryingStore(store, clock.deadline(SAVE_SECONDS, share=0.5), outage=outage)
 
 
 @pytest.mark.parametrize("verb", _CALLS)
@@ -75,8 +75,9 @@ def test_a_short_shortage_passes() -> None:
             if len(clock.sleeps) == 3:
                 release()
 
+        deadline = Deadline(SAVE_SECONDS, Clock(clock, sleep, lambda low, high: (low + high) / 2))
         faulty = FaultyStore(memory, [matching(lambda verb, key, number: number <= 20, "request", persistent=True)])
-        store = RetryingStore(faulty, Deadline(SAVE_SECONDS, clock), sleep=sleep, random=lambda: 0.5)
+        store = RetryingStore(faulty, deadline)
         assert store.head("key").size_bytes == 3
     assert len(clock.sleeps) == 20
     assert sum(clock.sleeps) > SHORTAGE_SECONDS
@@ -118,7 +119,7 @@ def test_the_probe_of_a_server_ends_in_seconds() -> None:
 
     store = Unproven(MemoryStore(), [nth(1, "request", persistent=True)])
     with no_descriptors(), pytest.raises(StorageError, match="ulimit -n"):
-        require_conditional_writes(store, Deadline(SAVE_SECONDS, clock), swaps=True, sleep=clock.sleep)
+        require_conditional_writes(store, clock.deadline(SAVE_SECONDS), swaps=True)
     assert sum(clock.sleeps) <= SHORTAGE_SECONDS
 
 

@@ -69,12 +69,6 @@ def test_a_put_keeps_no_reference_to_the_callers_buffer() -> None:
     assert store.get("key", limit_bytes=6).data == b"before"
 
 
-def test_capabilities() -> None:
-    """Check the abilities by which a writer refuses several processes."""
-    assert not MemoryStore().capabilities.shared
-    assert MemoryStore().capabilities.compare_and_swap
-
-
 def test_options_are_refused() -> None:
     """Pass an unknown option: the error shows its name, not its value."""
     with pytest.raises(InvalidArgumentError, match="secret") as caught:

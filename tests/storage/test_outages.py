@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dcp_remote.common.deadline import Clock, Deadline, RetryPolicy
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
-from dcp_remote.run.info import latest
 from dcp_remote.storage import MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.outages import Outage, name_speaker, outage_of
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, matching, nth
+from dcp_remote.testing import FaultyStore, matching
 from tests.support.clocks import SleepClock
 
 URL = "memory://outage"
@@ -45,14 +44,14 @@ class _SlowStore(WrappedStore):
     """Store whose first request fails after some seconds."""
 
     def __init__(self, clock: SleepClock, seconds: float) -> None:
-        memory = MemoryStore()
-        memory.put("key", [b"data"])
-        super().__init__(FaultyStore(memory, [nth(1, "request")]))
+        super().__init__(_failing_until(clock, seconds))
         self._clock, self._left_seconds = clock, seconds
 
     def head(self, key: str) -> ObjectInfo:
-        self._clock.now, self._left_seconds = self._clock.now + self._left_seconds, 0.0
-        return super().head(key)
+        try:
+            return super().head(key)
+        finally:
+            self._clock.now, self._left_seconds = self._clock.now + self._left_seconds, 0.0
 
 
 @pytest.fixture(autouse=True)
@@ -136,33 +135,18 @@ def test_many_requests_make_one_line(caplog: pytest.LogCaptureFixture) -> None:
             number, Request("put", (f"key-{number}",)), error, sent_seconds=100.0, left_seconds=lambda: 600.0
         )
 
-    def in_threads(call: object) -> None:
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]  # type: ignore[arg-type]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    in_threads(fail)
-    clock.now += 6
-    fail(3)
-    in_threads(fail)
-    [(level, text)] = _lines(caplog)
-    assert level == "WARNING"
-    assert text == (
-        f"{URL}: 16 requests to the store have failed for 6 s, and will be repeated for another 10 min at most. "
-        "Last: put of key-3: The store is down. cause='refused'"
-    )
-    caplog.clear()
-    in_threads(lambda number: outage.note_end(number, is_answered=True))
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(fail, range(16)))
+        clock.now += 6
+        fail(3)
+        list(pool.map(fail, range(16)))
+        [(level, text)] = _lines(caplog)
+        assert level == "WARNING"
+        assert text.startswith(f"{URL}: 16 requests to the store have failed for 6 s")
+        assert text.endswith("Last: put of key-3: The store is down. cause='refused'")
+        caplog.clear()
+        list(pool.map(lambda number: outage.note_end(number, is_answered=True), range(16)))
     assert [text for _, text in _lines(caplog)] == [f"{URL}: the store answers again, after 6 s."]
-
-
-def test_other_ranks_are_silent(caplog: pytest.LogCaptureFixture) -> None:
-    """Fail on a rank that is not the coordinator: the same lines, at DEBUG."""
-    clock = SleepClock()
-    _retrying(_failing_until(clock, 60), clock, _outage(clock, is_speaker=False)).head("key")
-    assert [level for level, _ in _lines(caplog)] == ["DEBUG"] * 3
 
 
 @pytest.mark.parametrize(("rank", "level"), [(None, "WARNING"), ("", "WARNING"), ("0", "WARNING"), ("3", "DEBUG")])
@@ -190,21 +174,5 @@ def test_who_speaks_is_told_by_url(caplog: pytest.LogCaptureFixture, monkeypatch
 
 
 def test_stores_of_a_url_share_their_outage() -> None:
-    """Open two wrappers of one URL, as two ranges of a load do, and one of another."""
-    memory = MemoryStore("shared-outage")
-    first, second = RetryingStore(memory, Deadline(1)), RetryingStore(memory, Deadline(1))
-    assert first._outage is second._outage is outage_of(memory.url)
-    assert first.child("below")._outage is first._outage
-    assert outage_of("memory://another-outage") is not outage_of(memory.url)
-
-
-def test_readers_speak(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lose the first request of `latest`, whose outage has no grace here: a line comes, and one at the end."""
-    monkeypatch.setattr("dcp_remote.storage.outages.FIRST_SECONDS", 0.0)
-    monkeypatch.setattr("dcp_remote.storage.retrying.RetryPolicy", lambda: RetryPolicy(0.001, 0.001))
-    monkeypatch.delenv("RANK", raising=False)
-    assert latest(FaultyStore(MemoryStore(), [nth(1, "request")])) is None
-    assert [text.partition(": ")[2].partition(" to the")[0] for _, text in _lines(caplog)] == [
-        "1 request",
-        "the store answers again, after 0 s.",
-    ]
+    """Ask for the outage of one URL twice, as two ranges of a load do, and of another."""
+    assert outage_of(URL) is outage_of(URL) is not outage_of("memory://another-outage")

@@ -20,16 +20,14 @@ from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix, is_r
     ("url", "expected", "canonical"),
     [
         ("s3://bucket/a/b", ParsedUrl("s3", "bucket", "a/b"), "s3://bucket/a/b"),
-        ("s3://bucket", ParsedUrl("s3", "bucket", ""), "s3://bucket"),
         ("s3://bucket/", ParsedUrl("s3", "bucket", ""), "s3://bucket"),
-        ("s3://bucket/a/", ParsedUrl("s3", "bucket", "a"), "s3://bucket/a"),
-        ("S3://bucket/A", ParsedUrl("s3", "bucket", "A"), "s3://bucket/A"),
+        ("S3://bucket/A/", ParsedUrl("s3", "bucket", "A"), "s3://bucket/A"),
         ("s3://bucket/a%20b/ä@x:y", ParsedUrl("s3", "bucket", "a%20b/ä@x:y"), "s3://bucket/a%20b/ä@x:y"),
         ("gs://my_bucket.org/x", ParsedUrl("gs", "my_bucket.org", "x"), "gs://my_bucket.org/x"),
         ("az://$root/x", ParsedUrl("az", "$root", "x"), "az://$root/x"),
         ("memory://name/x/y", ParsedUrl("memory", "name", "x/y"), "memory://name/x/y"),
-        ("file:///a/b%20c/%3F%23%25", ParsedUrl("file", "", "a/b c/?#%"), "file:///a/b%20c/%3F%23%25"),
-        ("file:///a/", ParsedUrl("file", "", "a"), "file:///a"),
+        ("file:///a/b%20c/%3F%23%25/", ParsedUrl("file", "", "a/b c/?#%"), "file:///a/b%20c/%3F%23%25"),
+        ("file:///cwd/s3:/bucket/x", ParsedUrl("file", "", "cwd/s3:/bucket/x"), "file:///cwd/s3%3A/bucket/x"),
         ("/a/b%20c?", ParsedUrl("file", "", "a/b%20c?"), "file:///a/b%2520c%3F"),
         ("/a//b/../c/", ParsedUrl("file", "", "a/c"), "file:///a/c"),
         ("//a", ParsedUrl("file", "", "a"), "file:///a"),
@@ -57,7 +55,6 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ("url", "advice"),
     [
         ("", "The URL is empty"),
-        ("  ", "The URL is empty"),
         ("hdfs://host/x", "Unknown scheme 'hdfs'. Write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix"),
         ("gcs://bucket/x", "Write gs://bucket/x."),
         ("s3a://bucket/x", "Write s3://bucket/x."),
@@ -65,58 +62,37 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("https://bucket.s3.amazonaws.com/x", "storage_options['endpoint_url']"),
         ("s3:/bucket/x", "misspelled: write s3://bucket/x as a str"),
         (Path("s3://bucket/x"), "misspelled: write s3://bucket/x as a str"),
-        (Path("gcs://bucket/x"), "misspelled: write gs://bucket/x as a str"),
         (Path("hdfs://bucket/x"), "no URL that can be opened. Write s3://bucket/prefix"),
         ("s3:bucket/x", "If the folder is meant, write ./ before it"),
-        ("S3//bucket/x", "misspelled: write s3://bucket/x as a str"),
         ("/cwd/s3:/bucket/x", "write s3://bucket/x as a str"),
-        (Path("/cwd/s3:/bucket/x"), "write s3://bucket/x as a str"),
-        ("runs/s3://bucket/x", "write s3://bucket/x as a str"),
         ("./runs/s3:/bucket", "write s3://bucket as a str"),
-        ("../S3:/bucket", "write s3://bucket as a str"),
-        ("/cwd/gcs:/bucket/x", "write gs://bucket/x "),
-        ("/cwd/memory:/name/x", "write memory://name/x "),
         ("/cwd/file:/a/b", "write file:///a/b "),
-        ("/cwd/https:/host/x", "storage_options['endpoint_url']"),
         ("file:/a/b", "misspelled: write file:///a/b "),
         (" s3://bucket/x", "misspelled: write s3://bucket/x "),
         ("s3://bucket/x ", "a space at its end"),
-        ("s3://bucket/x /", "a space at its end"),
-        ("az://p/ /", "a space at its end"),
-        ("file:///x /", "a space at its end"),
         ("s3://bucket/x\n", "control character"),
         ("s3://", "name of a bucket, container or store: write s3://bucket/prefix"),
         ("s3:///x", "write s3://bucket/prefix"),
-        ("gs:///x", "write gs://bucket/prefix"),
-        ("az://", "write az://container/prefix"),
         ("memory://", "write memory://name/prefix"),
         ("s3://buc ket/x", "must begin with the name of a bucket"),
-        ("s3://b%C3%BC/x", "must begin with the name of a bucket"),
         ("s3://bucket//x", "empty, `.` or `..` part"),
-        ("s3://bucket/x//", "empty, `.` or `..` part"),
         ("s3://bucket/../x", "empty, `.` or `..` part"),
-        ("s3://bucket/./x", "empty, `.` or `..` part"),
         ("s3://bucket/a\\b", "backslash"),
         ("s3://bucket/x?versionId=1", "a query, a fragment"),
         ("s3://bucket/x#1", "a query, a fragment"),
         ("s3://bucket:9000/x", "credentials, `endpoint_url` and `account_name` in storage_options"),
-        ("hunter2@s3://bucket/x", "write s3://bucket/x as a str"),
         ("me:hunt/er2@s3://bucket/x", "write s3://bucket/x as a str"),
         ("me:hunter2@s3a://bucket/x", "credentials in storage_options or the environment"),
         ("file://host/x", "names no host: write file:///absolute/path"),
-        ("file://localhost/x", "names no host"),
-        ("file://x", "names no host"),
         ("file:///a?b", "%3F or %23"),
         ("file:///a/../b", "empty, `.` or `..` part"),
         ("file:///a%2Fb", "An escape in the URL"),
-        ("file:///a%00b", "An escape in the URL"),
         ("file:///100%", "%25 for `%`"),
         ("file:///%ff", "UTF-8"),
         ("a\0b", "NUL"),
         ("a\udcffb", "not valid Unicode"),
         ("~/x", "os.path.expanduser"),
         ("$SCRATCH/x", "os.path.expandvars"),
-        ("${SCRATCH}", "os.path.expandvars"),
     ],
 )
 def test_invalid_urls(url: str | Path, advice: str) -> None:
@@ -139,54 +115,22 @@ def test_urls_of_objects_of_a_run(above: str) -> None:
         parse_url(f"{above}/{name}")
 
 
-def test_a_folder_that_looks_like_a_url_can_be_named() -> None:
-    """Write it as a file URL: that of a path that holds `s3:` is its folder."""
-    assert parse_url("file:///cwd/s3:/bucket/x").path == "/cwd/s3:/bucket/x"
+REMOTE: list[object] = [
+    *("s3://bucket/x", "S3://bucket", "gs://bucket", "az://container/x", "memory://name", Path("s3://bucket/x")),
+    *("s3a://bucket/x", "gcs://bucket", "abfs://container@account.dfs.core.windows.net/x", "s3://"),
+    *("s3:/bucket/x", "/cwd/s3:/bucket/x", "runs/s3://bucket/x", " s3://bucket/x", "s3://user:secret@bucket/x"),
+]
+NOT_REMOTE: list[object] = [
+    *("", "run", "/a/b", "./s3:/bucket", "s3/bucket", "run:7/x", "~/x", Path("/a"), "file:///a", "file:/a"),
+    *("/x/file:/a", "local:///a", "hf://org/name", "https://host/x", "a/run:/x"),
+    *(b"s3://bucket/x", None, 3, ["s3://bucket"]),
+]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *("s3://bucket/x", "S3://bucket", "gs://bucket", "az://container/x", "memory://name", Path("s3://bucket/x")),
-        *("s3a://bucket/x", "gcs://bucket", "abfs://container@account.dfs.core.windows.net/x"),
-        *("s3:/bucket/x", "/cwd/s3:/bucket/x", "runs/s3://bucket/x", " s3://bucket/x"),
-        *("s3://", "s3://user:secret@bucket/x"),
-    ],
-)
-def test_remote_urls(url: str | Path) -> None:
-    """Ask for URLs of object storage, also for those that `parse_url` refuses: all are remote."""
-    assert is_remote(url)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        *(
-            "",
-            "run",
-            "/a/b",
-            "./s3:/bucket",
-            "s3/bucket",
-            "run:7/x",
-            "~/x",
-            Path("/a"),
-            "file:///a",
-            "file:/a",
-            "/x/file:/a",
-        ),
-        *("local:///a", "hf://org/name", "https://host/x", "a/run:/x"),
-        *(b"s3://bucket/x", None, 3, ["s3://bucket"]),
-    ],
-)
-def test_other_values_are_not_remote(url: object) -> None:
-    """Ask for paths, URLs of other kinds, and values of other types: none is remote, and nothing is raised."""
-    assert not is_remote(url)
-
-
-def test_bytes_are_refused() -> None:
-    """Pass a path of bytes."""
-    with pytest.raises(InvalidArgumentError, match="must be a str"):
-        parse_url(b"/x")  # type: ignore[arg-type]  # the mistake that is tested
+def test_remote_urls() -> None:
+    """Ask for URLs of object storage, also for refused ones, and for paths, other URLs and values of other types."""
+    assert [url for url in REMOTE if not is_remote(url)] == []
+    assert [url for url in NOT_REMOTE if is_remote(url)] == []
 
 
 @pytest.mark.parametrize(
@@ -246,18 +190,16 @@ def test_keys(parts: list[str]) -> None:
                 check_key("/".join([*parts[:index], bad, *parts[index + 1 :]]))
 
 
-def test_prefixes_to_list() -> None:
-    """Check beginnings of keys, wherever they end, and prefixes that lead out."""
+def test_prefixes_and_children() -> None:
+    """Check beginnings of keys, wherever they end, and keys below a bucket and a path; none leads out."""
     for prefix in ("", "a", "a/", "a/.", "a/b-", "..."):
         check_list_prefix(prefix)
     for prefix in ("/", "/a", "a//", "../", "../a", "a/../b", "a\\", "a\0"):
         with pytest.raises(InvalidArgumentError):
             check_list_prefix(prefix)
-
-
-def test_children() -> None:
-    """Join keys below a bucket, a prefix and a path; no key leads up."""
     assert ParsedUrl("s3", "b", "").child("k/x").canonical == "s3://b/k/x"
     assert ParsedUrl("file", "", "a b").child("k").canonical == "file:///a%20b/k"
     with pytest.raises(InvalidArgumentError):
         ParsedUrl("s3", "b", "p").child("../x")
+    with pytest.raises(InvalidArgumentError, match="must be a str"):
+        parse_url(b"/x")  # type: ignore[arg-type]  # the mistake that is tested

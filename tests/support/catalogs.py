@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from dcp_remote.common import deadline
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, add_entry
 from dcp_remote.format.catalog_json import decode, encode
-from dcp_remote.run import conditional_put
 from dcp_remote.run.catalog_store import Change, swap
-from dcp_remote.run.conditional_put import Backoff
 from dcp_remote.storage import MemoryStore, ObjectStore
+from tests.support.clocks import SleepClock
 
 RUN = "f" * 32
 
@@ -96,21 +94,6 @@ ONE = catalog(entry(1))
 SECONDS = 60.0
 
 
-@dataclass
-class Clock:
-    """Clock that advances by each sleep, in seconds."""
-
-    now_seconds: float = 0.0
-    pauses: list[float] = field(default_factory=list)
-
-    def __call__(self) -> float:
-        return self.now_seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now_seconds += seconds
-
-
 def store_of(run: Catalog | None = ONE) -> MemoryStore:
     """Return a store with a catalog, or an empty one."""
     store = MemoryStore()
@@ -126,22 +109,24 @@ def stored(store: MemoryStore) -> Catalog | None:
 
 
 def swapped(
-    store: ObjectStore, change: Change, *, create: bool = False, seconds: float = SECONDS, clock: Clock | None = None
+    store: ObjectStore,
+    change: Change,
+    *,
+    create: bool = False,
+    seconds: float = SECONDS,
+    clock: SleepClock | None = None,
 ) -> Catalog:
     """Swap as `catalog_store.swap` does, with pauses of full length that take no time."""
-    clock = clock or Clock()
-    with full_pauses():
-        return swap(store, change, create=create, deadline=Deadline(seconds, clock), sleep=clock.sleep)
+    clock = clock or SleepClock()
+    with full_pauses(clock.sleep):
+        return swap(store, change, create=create, deadline=Deadline(seconds, clock))
 
 
 @contextmanager
-def full_pauses(sleep: Callable[[float], None] | None = None) -> Iterator[None]:
-    """Make all pauses as long as they can be; and pass those of `Backoff` to a function, if there is one."""
+def full_pauses(sleep: Callable[[float], None]) -> Iterator[None]:
+    """Make all pauses as long as they can be, and pass them to a function."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conditional_put, "jitter", lambda low, high: high)
-        patch.setattr(deadline, "SYSTEM_CLOCK", replace(deadline.SYSTEM_CLOCK, uniform=lambda low, high: high))
-        if sleep is not None:
-            patch.setitem(Backoff.__init__.__kwdefaults__, "sleep", sleep)  # type: ignore[arg-type]  # it has keyword defaults
+        patch.setattr(deadline, "SYSTEM_CLOCK", deadline.Clock(sleep=sleep, uniform=lambda low, high: high))
         yield
 
 

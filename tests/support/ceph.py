@@ -137,11 +137,7 @@ class CephGateway(S3Server):
         return session.create_client("s3", **self._credentials, config=config)
 
     def create_bucket(self, name: str) -> None:
-        """Create a bucket, in one request; a bucket that exists is left as it is.
-
-        Raises:
-            botocore.exceptions.ClientError: The server refused.
-        """
+        """Create a bucket, in one request; a bucket that exists is left as it is."""
         self.client().create_bucket(Bucket=name)
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from dcp_remote.common.deadline import Clock, Deadline
+
 
 @dataclasses.dataclass
 class SleepClock:
-    """Monotonic clock that only its own `sleep` advances.
+    """Monotonic clock that only its own `sleep` advances."""
 
-    Attributes:
-        now: Time in seconds.
-        sleeps: Seconds of each sleep.
-    """
-
-    now: float = 100.0
+    now: float = 0.0
     sleeps: list[float] = dataclasses.field(default_factory=list)
 
     def __call__(self) -> float:
@@ -23,3 +20,7 @@ class SleepClock:
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
         self.now += seconds
+
+    def deadline(self, seconds: float, *, share: float = 1.0) -> Deadline:
+        """Return a deadline on this clock, whose pauses are this share of the longest."""
+        return Deadline(seconds, Clock(self, self.sleep, lambda low, high: low + share * (high - low)))

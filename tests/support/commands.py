@@ -16,12 +16,7 @@ _END_SECONDS = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Command that has ended.
-
-    Attributes:
-        code: Exit status; negative is the number of the signal that ended the command.
-        output: Standard output and error of the command and its processes.
-    """
+    """Command that has ended."""
 
     code: int
     output: str
@@ -33,13 +28,6 @@ def run_command(
     """Run a command in a session of its own, and wait for it.
 
     At the timeout it is asked to end, by SIGTERM: torchrun then ends its ranks, which are in sessions of their own.
-
-    Args:
-        command: Command and its arguments.
-        folder: Working directory.
-        environment: All variables.
-        output: File for the output.
-        timeout_seconds: Time until the command is ended, in seconds.
 
     Raises:
         AssertionError: The command did not end in time; the text is the end of its output.

@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,16 +35,21 @@ class Numbers:
         self._shared[:] = number.to_bytes(_BYTES, "little")
 
 
-def note() -> None:
-    """Note from now on what the threads of this process execute; do nothing without the names."""
+def note() -> Callable[[FrameType, str, Any], None] | None:
+    """Note from now on what the threads of this process execute; return the profile function that does.
+
+    Does nothing without the names.
+    """
     if NUMBER_NAME not in os.environ:
-        return
+        return None
     root = str(Path(__file__).parents[2]) + os.sep
     package = os.path.join(root, "dcp_remote", "")  # a prefix of names of files
     folder = os.environ[FOLDER_NAME]
     with Path(os.environ[NUMBER_NAME]).open("rb") as file:
         shared = mmap.mmap(file.fileno(), _BYTES, access=mmap.ACCESS_READ)
     seen: set[tuple[bytes, object]] = set()
+    # Opened once: a test may leave no descriptor, and an error would end the profile. Forked processes append, too.
+    notes = Path(folder, f"{os.getpid()}.executed").open("a", buffering=1)  # noqa: SIM115  # until the process ends
 
     def note_call(frame: FrameType, event: str, _argument: Any) -> None:
         if event != "call":
@@ -56,8 +62,8 @@ def note() -> None:
         if code.co_filename.startswith(package):
             number = int.from_bytes(key[0], "little")
             name = code.co_qualname.replace(".<locals>", "")
-            with open(f"{folder}/{os.getpid()}.executed", "a") as notes:
-                notes.write(f"{number}\t{code.co_filename.removeprefix(root)}:{name}\n")
+            notes.write(f"{number}\t{code.co_filename.removeprefix(root)}:{name}\n")
 
     threading.setprofile(note_call)
     sys.setprofile(note_call)
+    return note_call

@@ -142,10 +142,10 @@ def column(values: Sequence[int]) -> I64:
 
 
 @st.composite
-def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Box, ...]:
+def boxes(draw: st.DrawFn, shape: tuple[int, ...], *, cuts_max: int = 4) -> tuple[Box, ...]:
     """Draw a tiling of a shape, made by cutting boxes in two; some boxes are empty."""
     result = [Box((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 4)) if shape else 0):
+    for _ in range(draw(st.integers(0, cuts_max)) if shape else 0):
         box = result.pop(draw(st.integers(0, len(result) - 1)))
         dimension = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(0, box.sizes[dimension]))

@@ -229,10 +229,12 @@ class _Durations:
         self.tests = [""]  # number 0 is no test's
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._numbers = numbers
+        self._profile = note()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.tests.append(nodeid)
         self._numbers.set(len(self.tests) - 1)
+        sys.setprofile(self._profile)  # again: an error in it, such as an injected interrupt, has ended it
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
@@ -254,8 +256,8 @@ class Executed:
             (folder / "sitecustomize.py").write_text("from tests.support.executed import note\nnote()\n")
             os.environ |= {NUMBER_NAME: str(folder / "number"), FOLDER_NAME: name}
             os.environ["PYTHONPATH"] = os.pathsep.join([name, str(ROOT)])
+            sys.path.insert(0, name)  # of which the rank processes make their own PYTHONPATH
             durations = _Durations(numbers)
-            note()
             pytest.main([*_OPTIONS, *arguments], [durations])
             sys.setprofile(None)
             threading.setprofile(None)

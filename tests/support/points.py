@@ -56,7 +56,7 @@ def at(function: Callable[..., object], when: When, action: Callable[[], None]) 
         sys.settrace(None)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     """Poll for half a minute at most: another process's progress cannot be awaited otherwise."""
     deadline_seconds = time.monotonic() + 30
     while not condition():

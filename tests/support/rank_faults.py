@@ -27,8 +27,6 @@ from tests.support.rank_pool import RankPool
 
 _Answer = TypeVar("_Answer")
 
-THREE, PAIR = range(3), range(2)
-
 # ---- points
 
 
@@ -60,18 +58,11 @@ SAVE: dict[str, Point] = {
     "before-the-commit": Sent("put", MANIFEST_KEY, "before"),
     "after-the-commit": Sent("put", MANIFEST_KEY, "after"),
 }
-COMMITS = ("before-the-commit", "after-the-commit")
-
 LOAD: dict[str, Point] = {
     "read-metadata": Hook(RemoteReader.read_metadata, "enter"),
     "in-its-plan": Hook(RemoteReader.prepare_local_plan, "enter"),
     "after-its-first-range": Sent("get_into", "shards/", "after"),
 }
-
-
-def places(points: dict[str, Point]) -> list[tuple[str, int]]:
-    """Return each point on the coordinator, and on another rank if that rank passes the point."""
-    return [(point, rank) for point in points for rank in (0, 1) if rank == 0 or point not in COMMITS]
 
 
 class ActingStore(WrappedStore):
@@ -186,7 +177,6 @@ def assert_is_gloos(ended: Ending | None) -> None:
 GIVE_UP_SECONDS = 0.2
 
 COLLECTIVES = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object")
-LAST_OF_A_SAVE = 3  # the plans gathered, and scattered; the results gathered, and the metadata broadcast
 
 
 def give_up_soon() -> None:

@@ -175,9 +175,6 @@ class RankPool:
             ranks: Indices of the processes that become the ranks of this call, in this order; by default all.
             timeout_seconds: Timeout of this call instead of the pool's.
 
-        Returns:
-            Results, by rank.
-
         Raises:
             RanksFailedError: At least one rank raised, died, or was killed at the call's timeout. The next call
                 restarts dead processes.

@@ -93,9 +93,6 @@ def run_ranks(
         environment: Variables beside those of this process and of torchrun.
         timeout_seconds: Time after which all ranks are killed, in seconds.
         is_checked: True to fail if a rank does not end with exit code 0.
-
-    Raises:
-        AssertionError: A rank failed or did not end in time; the text shows the output of each rank.
     """
     own = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     own.mkdir(parents=True)

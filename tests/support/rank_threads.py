@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -17,13 +17,17 @@ import torch.distributed as dist
 from dcp_remote import CheckpointManager
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.outcome import Terms
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.storage import ObjectStore
+from tests.support import points
 
 T = TypeVar("T")
 
 WHAT = "the save of step 7"
 HEARTBEAT_SECONDS = 0.03
+
+wait_until = points.wait_until
 
 
 class Clock:
@@ -52,13 +56,7 @@ class Ended(Generic[T]):
 
 
 class RankThreads:
-    """Group of ranks, all of them in this process.
-
-    Args:
-        world_size: Number of ranks.
-        store: Store in which the ranks meet; by default one of this process.
-        beat_seconds: Seconds between two heartbeats.
-    """
+    """Group of ranks, all of them in this process."""
 
     def __init__(
         self, world_size: int, store: dist.Store | None = None, *, beat_seconds: float = HEARTBEAT_SECONDS
@@ -108,15 +106,55 @@ def rank_threads(
 
 
 def managers_of(
-    them: RankThreads, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, **options: Any
+    them: RankThreads, store: ObjectStore | Sequence[ObjectStore], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> list[CheckpointManager]:
-    """Return a manager for each rank."""
+    """Return a manager for each rank; all have one store, or each has its own."""
     managers = []
-    for ranks in them.ranks:
+    stores = store if isinstance(store, Sequence) else [store] * them.world_size
+    for ranks, own in zip(them.ranks, stores, strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(RankGroup, "from_process_group", lambda *_arguments, ranks=ranks: ranks)
-            managers.append(CheckpointManager(store, **options))
+            managers.append(CheckpointManager(own, **options))
     return managers
+
+
+class ManagerThreads:
+    """A manager for each rank, all of them in this process.
+
+    Attributes:
+        groups: Ranks.
+        managers: Manager of each rank.
+    """
+
+    def __init__(self, groups: RankThreads, managers: list[CheckpointManager]) -> None:
+        self.groups, self.managers = groups, managers
+
+    def run(self, call: Callable[[int, CheckpointManager], T], *ranks: int) -> list[Ended[T]]:
+        """Make a call on all ranks, or on those given, at the same time; return the results."""
+        return self.groups.run(lambda group: call(group.rank, self.managers[group.rank]), ranks=ranks or None)
+
+    def values(self, call: Callable[[int, CheckpointManager], T]) -> list[T | None]:
+        """Make a call on all ranks, which succeeds; return the values."""
+        ended = self.run(call)
+        assert [one.error for one in ended] == [None] * self.groups.world_size
+        return [one.value for one in ended]
+
+
+@contextmanager
+def manager_threads(
+    world_size: int,
+    store: ObjectStore | Sequence[ObjectStore],
+    meeting: dist.Store | None = None,
+    *,
+    beat_seconds: float = HEARTBEAT_SECONDS,
+    **options: Any,
+) -> Iterator[ManagerThreads]:
+    """Make managers of ranks that are threads, and close them at the end."""
+    with rank_threads(world_size, meeting, beat_seconds=beat_seconds) as groups, pytest.MonkeyPatch.context() as patch:
+        managers = managers_of(groups, store, patch, **options)
+        yield ManagerThreads(groups, managers)
+        for manager in reversed(managers):  # the coordinator waits for the others
+            manager.close()
 
 
 def join(
@@ -128,14 +166,8 @@ def join(
     arrival_seconds: float = math.inf,
 ) -> Collective:
     """Prepare a collective operation, and begin it."""
-    collective = ranks.prepare(
-        what,
-        seconds=seconds,
-        silence_seconds=silence_seconds,
-        arrival_seconds=arrival_seconds,
-        failed=SaveFailedError,
-        timed_out=SaveTimeoutError,
-    )
+    terms = Terms(SaveFailedError, SaveTimeoutError, seconds, silence_seconds, arrival_seconds)
+    collective = ranks.prepare(what, terms)
     ranks.begin(collective)
     return collective
 
@@ -169,6 +201,24 @@ def upload(collective: Collective) -> NoReturn:
     raise SaveTimeoutError("The upload did not end by the deadline.", key="shards/1")
 
 
+class LostStore:
+    """Store of a group that stops answering on demand, and records the threads that use it."""
+
+    is_lost = False
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.threads: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.threads.add(threading.get_ident())
+        if self.is_lost:
+            raise dist.DistNetworkError("Broken pipe")
+        if name == "clone":
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
 @contextmanager
 def held(ranks: RankGroup) -> Iterator[None]:
     """Stop the heartbeat of these ranks while the block runs, as if their process was stopped."""
@@ -186,14 +236,6 @@ def held(ranks: RankGroup) -> Iterator[None]:
     finally:
         ranks.heartbeat.remove_hook(stop)
         go_on.set()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    """Wait until a condition is true, for half a minute at most."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "the condition never became true"
-        time.sleep(0.002)
 
 
 HOST = """

@@ -263,6 +263,12 @@ def assert_sound(store: MemoryStore) -> None:
             assert store.space.objects[key].data == content(key, size_bytes)
 
 
+def assert_tidy(store: MemoryStore) -> None:
+    """Check that live checkpoints are sound, and that the store holds what they name and nothing else."""
+    assert_sound(store)
+    assert keys(store) == named(store)
+
+
 # A campaign decodes the same few manifests repeatedly.
 _decoded = lru_cache(maxsize=1_000)(decode)
 

@@ -32,9 +32,6 @@ class LocalShards(torch.Tensor):
 
     A tensor only by type, because torch's planners ask for one; follows the protocol
     `torch.distributed._checkpointable._Checkpointable`.
-
-    Attributes:
-        chunks: Offsets and tensor of each chunk of this rank; none, one, or several.
     """
 
     chunks: tuple[Chunk, ...]
@@ -110,11 +107,7 @@ def save_as_ranks(
     make_writer: Callable[[], StorageWriter],
     make_planner: Callable[[], SavePlanner] = DefaultSavePlanner,
 ) -> Metadata:
-    """Save one state per rank, as `dcp.save` does; errors are raised as they are, not wrapped.
-
-    Returns:
-        torch's metadata, as `dcp.save` returns it.
-    """
+    """Save one state per rank, as `dcp.save` does; errors are raised as they are, not wrapped."""
     ranks = range(len(states))
     writers = [make_writer() for _ in ranks]
     planners = [make_planner() for _ in ranks]

@@ -87,13 +87,14 @@ def executed_by(call: Callable[[], object]) -> Executed:
         if event == "call":
             codes.add(frame.f_code)
 
+    before, before_in_threads = sys.getprofile(), threading.getprofile()
     threading.setprofile(note)
     sys.setprofile(note)
     try:
         call()
     finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
+        sys.setprofile(before)
+        threading.setprofile(before_in_threads)
     # Without comprehensions, lambdas and modules, whose names begin so.
     own = [one for one in codes if Path(one.co_filename).is_relative_to(PACKAGE) and not one.co_name.startswith("<")]
     return Executed(len({one.co_filename for one in own}), len(own))

@@ -21,10 +21,6 @@ from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from tests.support.rank_pool import RankPool, RanksFailedError
 
 
-def surroundings(label: str) -> tuple[str, int, int, int, str]:
-    return label, dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-
 def reduced(number: int) -> int:
     tensor = torch.tensor(number + dist.get_rank())
     dist.all_reduce(tensor)
@@ -57,10 +53,6 @@ def hang_on(rank: int) -> int:
     return dist.get_rank()
 
 
-def unpicklable() -> object:
-    return threading.Lock()
-
-
 def listening_addresses() -> list[str]:
     """Return the local addresses of this process's listening sockets, from Linux's tables."""
     inodes = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
@@ -73,17 +65,13 @@ def listening_addresses() -> list[str]:
     return found
 
 
-def test_every_rank_runs_in_one_group(rank_pool: RankPool) -> None:
-    """Each rank knows its number and the world size, and all ranks join a collective."""
-    assert rank_pool.run(surroundings, "a") == [("a", rank, 4, 1, "1") for rank in range(4)]
-    assert rank_pool.run(reduced, 10) == [46] * 4
-
-
-def test_a_call_can_use_some_of_the_ranks_in_any_order(rank_pool: RankPool) -> None:
-    """A call uses some of the ranks, as ranks 0, 1, … of a group of their own; the same processes serve every size."""
+def test_ranks_of_a_call_join_one_group(rank_pool: RankPool) -> None:
+    """All, or some in any order, as ranks 0, 1, … of a group of their own; the same processes serve every size."""
     pids = rank_pool.run(os.getpid)
     assert rank_pool.run(os.getpid, ranks=(3, 1)) == [pids[3], pids[1]]
+    assert rank_pool.run(torch.get_num_threads) == [1] * 4
     for world_size in (1, 3, 2, 4):
+        assert rank_pool.run(dist.get_rank, ranks=range(world_size)) == list(range(world_size))
         assert rank_pool.run(reduced, 0, ranks=range(world_size)) == [sum(range(world_size))] * world_size
     assert rank_pool.run(os.getpid) == pids
 
@@ -108,20 +96,15 @@ def test_an_exception_is_raised_with_the_traceback_of_its_rank(rank_pool: RankPo
     assert rank_pool.run(os.getpid) == pids
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error(rank_pool: RankPool) -> None:
-    """A result that cannot be pickled fails its own call alone."""
+def test_what_cannot_be_pickled_is_an_error(rank_pool: RankPool) -> None:
+    """A result fails its own call alone; a function is refused before any rank gets a call, as are wrong ranks."""
     with pytest.raises(RanksFailedError, match="cannot pickle"):
-        rank_pool.run(unpicklable, ranks=(0,))
-
-
-def test_what_cannot_be_sent_is_refused(rank_pool: RankPool) -> None:
-    """A function or argument that cannot be pickled is refused before any rank gets a call."""
+        rank_pool.run(threading.Lock, ranks=(0,))
     with pytest.raises(InvalidArgumentError, match="top level of a module"):
         rank_pool.run(lambda: None)
-    with pytest.raises(InvalidArgumentError, match="not ranks of the pool"):
-        rank_pool.run(os.getpid, ranks=(0, 4))
-    with pytest.raises(InvalidArgumentError, match="not ranks of the pool"):
-        rank_pool.run(os.getpid, ranks=())
+    for ranks in ((0, 4), ()):
+        with pytest.raises(InvalidArgumentError, match="not ranks of the pool"):
+            rank_pool.run(os.getpid, ranks=ranks)
 
 
 def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
@@ -137,29 +120,20 @@ def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
 
 
 @pytest.mark.torture(smoke=False)
-def test_a_rank_that_hangs_is_killed_and_replaced(rank_pool: RankPool) -> None:
-    """A hung rank is killed at the call's timeout; the other rank keeps its result and its process."""
-    pids = rank_pool.run(os.getpid, ranks=(0, 1))
-    with pytest.raises(RanksFailedError, match="rank 1: killed, because it did not return within 1 s") as caught:
-        rank_pool.run(hang_on, 1, ranks=(0, 1), timeout_seconds=1)
-    assert caught.value.results == {0: 0}
-    after = rank_pool.run(os.getpid, ranks=(0, 1))
+def test_a_rank_that_hangs_is_killed_and_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    """A hung rank prints its stacks and is killed at the call's timeout; the other rank keeps result and process."""
+    with RankPool(2) as pool:
+        pids = pool.run(os.getpid)
+        with pytest.raises(RanksFailedError, match="rank 1: killed, because it did not return within 1 s") as caught:
+            pool.run(hang_on, 1, timeout_seconds=1)
+        assert caught.value.results == {0: 0}
+        after = pool.run(os.getpid)
     assert (after[0] == pids[0], after[1] == pids[1]) == (True, False)
-
-
-@pytest.mark.torture(smoke=False)
-def test_a_rank_that_hangs_shows_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
-    """A hung rank prints its stacks; shown by a pool that starts while standard error is captured."""
-    with RankPool(1) as pool:
-        pool.run(os.getpid)
-        with pytest.raises(RanksFailedError, match="its stacks are on stderr"):
-            pool.run(hang_on, 0, timeout_seconds=1)
     assert "in hang_on" in capfd.readouterr().err
 
 
 @pytest.mark.torture(smoke=False)
 def test_close_ends_the_processes_and_a_call_starts_them_again() -> None:
-    """`close` ends the processes, seen by their ids, and a call starts them again."""
     with RankPool(1) as pool:
         assert pool.pids == [None]
         (first,) = pool.run(os.getpid)

@@ -15,20 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from dcp_remote import CheckpointManager, Files, errors, export_checkpoint, import_checkpoint, load
-from dcp_remote.cli import main
-
-QUIET: dict[str, Any] = {"progress": False}
-
-
-def save(run: Path, state: dict[str, Any]) -> Path:
-    with CheckpointManager(run, progress=False) as manager:
-        manager.save(1, state, wait=True)
-    return run
+from dcp_remote import Files, errors, export_checkpoint, import_checkpoint, load
+from dcp_remote.transfer import safetensors_export
+from tests.support.foreign_checkpoints import QUIET, damage, save_run
 
 
 def test_names_that_safetensors_cannot_hold(tmp_path: Path) -> None:
-    run = save(tmp_path / "run", {"model": {"__metadata__": torch.ones(2), "a": torch.ones(2)}})
+    run = save_run(tmp_path / "run", {"model": {"__metadata__": torch.ones(2), "a": torch.ones(2)}})
     out = tmp_path / "out"
     for rename in (None, {"__metadata__": "\ud800"}, {"__metadata__": None, "a": "__metadata__"}):
         with pytest.raises(errors.InvalidArgumentError, match="of this name"):
@@ -40,12 +33,13 @@ def test_names_that_safetensors_cannot_hold(tmp_path: Path) -> None:
     assert set(load_file(out / "model.safetensors")) == {"../metadata", "a"}
 
 
-@pytest.mark.parametrize("dtype", ["Tensor", "FloatTensor", "finfo", "nn", "int8", ""])
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_dtypes_that_are_none(tmp_path: Path, dtype: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = save(tmp_path / "run", {"model": {"a": torch.ones(2)}})
-    assert main(["export", str(run), str(tmp_path / "out"), "--kind", kind, "--dtype", dtype]) == 2
-    assert "dtype must be" in capsys.readouterr().err
+@pytest.mark.parametrize("dtype", ["Tensor", "finfo", "int8", ""])
+def test_dtypes_that_are_none(tmp_path: Path, dtype: str) -> None:
+    run = save_run(tmp_path / "run", {"model": {"a": torch.ones(2)}})
+    kinds: tuple[Any, ...] = ("safetensors", "torch")
+    for kind in kinds:
+        with pytest.raises(errors.InvalidArgumentError, match="dtype must be"):
+            export_checkpoint(run, tmp_path / "out", kind=kind, dtype=dtype, **QUIET)
 
 
 def test_small_files_named_as_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -59,7 +53,9 @@ def test_small_files_named_as_weights(tmp_path: Path, caplog: pytest.LogCaptureF
         ".metadata": b"x",
     }
     kept = {"config.json": b"{}", "original/model.safetensors": b"x", "adapter_model.safetensors": b"x"}
-    run = save(tmp_path / "run", {"model": {"a": torch.arange(8.0), "b": torch.ones(9)}, "files": Files(left | kept)})
+    run = save_run(
+        tmp_path / "run", {"model": {"a": torch.arange(8.0), "b": torch.ones(9)}, "files": Files(left | kept)}
+    )
     for number, size in enumerate((1000, 10)):
         with caplog.at_level(logging.WARNING):
             written = export_checkpoint(run, tmp_path / f"out-{number}", file_bytes_max=size, **QUIET)
@@ -71,17 +67,11 @@ def test_small_files_named_as_weights(tmp_path: Path, caplog: pytest.LogCaptureF
         assert torch.equal(load(tmp_path / f"again-{number}")["model"]["a"], torch.arange(8.0))
 
 
-def damage(path: Path, mark: bytes) -> None:
-    data = bytearray(path.read_bytes())
-    data[data.index(mark)] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_a_disk_that_changes_a_small_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read back as the weights are; `is_verified=False` leaves this out."""
     files = Files({"config.json": b'{"x": 1}'})
-    run = save(tmp_path / "run", {"model": {"a": torch.ones(9), "b": torch.ones(9)}, "files": files})
+    run = save_run(tmp_path / "run", {"model": {"a": torch.ones(9), "b": torch.ones(9)}, "files": files})
     write = Path.write_bytes
 
     def write_wrong(self: Path, data: bytes) -> int:
@@ -101,19 +91,34 @@ def test_a_disk_that_changes_a_small_file(tmp_path: Path, name: str, monkeypatch
     export_checkpoint(run, tmp_path / "out", file_bytes_max=10, is_verified=False, **QUIET)
 
 
-def test_a_disk_that_changes_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's format: the stream is another one, and loads as well."""
-    run = save(tmp_path / "run", {"model": {"a": torch.ones(9)}, "note": "a text to be found"})
-    original = dcp.save
+@pytest.mark.parametrize(
+    ("kind", "mark", "what"),
+    [
+        ("torch", b"text to be found", "entry='note'"),
+        ("torch", b"\0\0\x80\x3f" * 100, "entry='model.a'"),
+        ("safetensors", b"\0\0\x80\x3f" * 100, "a"),
+    ],
+)
+def test_a_disk_that_changes_a_value(
+    tmp_path: Path, kind: Any, mark: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are changed between writing and reading back; of an object, the stream is another one, and loads."""
+    run = save_run(tmp_path / "run", {"model": {"a": torch.ones(1000)}, "note": "a text to be found"})
+    save, verify = dcp.save, safetensors_export._verify
 
     def save_damaged(*args: Any, **options: Any) -> None:
-        original(*args, **options)
+        save(*args, **options)
         (path,) = Path(options["storage_writer"].path).glob("*.distcp")
-        damage(path, b"text to be found")
+        damage(path, mark, 3)
+
+    def verify_damaged(path: Path, *rest: Any) -> None:
+        damage(path, mark, 3)
+        verify(path, *rest)
 
     monkeypatch.setattr(dcp, "save", save_damaged)
-    with pytest.raises(errors.CorruptCheckpointError, match=r"read back differ.*entry='note'"):
-        export_checkpoint(run, tmp_path / "out", kind="torch", **QUIET)
+    monkeypatch.setattr(safetensors_export, "_verify", verify_damaged)
+    with pytest.raises(errors.CorruptCheckpointError, match=f"read back differ.*{what}"):
+        export_checkpoint(run, tmp_path / "out", kind=kind, **QUIET)
     assert not (tmp_path / "out").exists()
 
 
@@ -131,7 +136,7 @@ def small_files() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_a_disk_that_is_full(tmp_path: Path, kind: Any, request: pytest.FixtureRequest) -> None:
     """The system's error, and nothing is left."""
-    run = save(tmp_path / "run", {"model": {"a": torch.ones(500_000)}})
+    run = save_run(tmp_path / "run", {"model": {"a": torch.ones(500_000)}})
     request.getfixturevalue("small_files")
     with pytest.raises(OSError, match="File too large"):
         export_checkpoint(run, tmp_path / "out", kind=kind, **QUIET)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import shutil
 import subprocess
 import sys
@@ -13,18 +12,17 @@ import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from dcp_remote import errors, import_checkpoint, latest, load
+from dcp_remote import errors, import_checkpoint, load
 from dcp_remote.transfer.source import open_source
-
-QUIET: dict[str, Any] = {"progress": False}
+from tests.support.foreign_checkpoints import QUIET, by_torch, refused, rewrite
 
 
 def test_empty_dicts_are_kept(tmp_path: Path) -> None:
@@ -37,39 +35,6 @@ def test_empty_dicts_are_kept(tmp_path: Path) -> None:
     loaded = load(tmp_path / "run")
     assert loaded == state
     optimizer.load_state_dict(loaded["optimizer"])
-
-
-def rewrite(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
-    """Change the records of a file of `torch.save`."""
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, data in records.items():
-            archive.writestr(name, change(name, data))
-
-
-def refused(kind: type[errors.DcpRemoteError], match: str, source: Path, tmp_path: Path) -> None:
-    """Import, and see that the run has nothing."""
-    with pytest.raises(kind, match=match):
-        import_checkpoint(source, tmp_path / "run", step=1, **QUIET)
-    assert not (tmp_path / "run").exists() or latest(tmp_path / "run") is None
-
-
-def import_in_a_process(source: Path, tmp_path: Path, status: int = 2) -> str:
-    """Import by the command line in a process of its own, which may crash or never end; return what it says."""
-    code = "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "import", str(source), str(tmp_path / "run"), "--step", "1"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == status, ended
-    return ended.stderr
-
-
-def test_another_order_of_bytes(tmp_path: Path) -> None:
-    """Swapping the bytes of a tensor without memory ends torch in a segmentation fault."""
-    torch.save({"w": torch.arange(1000.0)}, tmp_path / "a.pt")
-    other = b"big" if sys.byteorder == "little" else b"little"
-    rewrite(tmp_path / "a.pt", lambda name, data: other if name.endswith("byteorder") else data)
-    assert "another order of bytes" in import_in_a_process(tmp_path / "a.pt", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -97,44 +62,25 @@ def test_a_file_that_another_tool_has_packed(tmp_path: Path) -> None:
     refused(errors.InvalidArgumentError, "another tool than torch", tmp_path / "a.pt", tmp_path)
 
 
-def test_views_of_a_storage(tmp_path: Path) -> None:
-    """Undamaged: transposed, cut, expanded, empty, a scalar; and two tensors of one storage."""
-    base = torch.arange(1000.0)
-    state = {
-        "t": base.view(10, 100).t(),
-        "end": base[990:],
-        "step": base[3::7],
-        "wide": base[:1].expand(4),
-        "empty": base[1000:],
-        "nothing": torch.empty(0, 3),
-        "scalar": torch.tensor(3),
-    }
-    torch.save(state, tmp_path / "a.pt")
-    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
-    loaded = load(tmp_path / "run")["model"]
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+def doubled_lists(times: int, value: Any = 1) -> list[Any]:
+    """Return a list that is contained twice in a list, and so on."""
+    found = [value]
+    for _ in range(times):
+        found = [found, found]
+    return found
 
 
 def test_lists_that_contain_one_another(tmp_path: Path) -> None:
     """A file of a few hundred bytes whose lists are 2**40 values; and lists and dicts in themselves."""
-    bomb: list[Any] = [1]
-    for _ in range(40):
-        bomb = [bomb, bomb]
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
     itself: dict[str, Any] = {}
     itself["itself"] = itself
-    for value in (bomb, deep, itself):
+    for value in (doubled_lists(40), deep, itself, doubled_lists(40, torch.ones(1))):
         torch.save({"w": torch.ones(1), "value": value}, tmp_path / "a.pt")
         refused(errors.InvalidArgumentError, "again and again", tmp_path / "a.pt", tmp_path)
     shared = [0.9, 0.999]
-    tensors: list[Any] = [torch.ones(1)]
-    for _ in range(40):
-        tensors = [tensors, tensors]
-    torch.save({"value": tensors}, tmp_path / "a.pt")
-    refused(errors.InvalidArgumentError, "again and again", tmp_path / "a.pt", tmp_path)
     torch.save({"w": torch.ones(1), "groups": [{"betas": shared}] * 100}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
     assert load(tmp_path / "run")["groups"] == [{"betas": shared}] * 100
@@ -162,8 +108,7 @@ def test_damaged_programs(tmp_path: Path) -> None:
     """Each byte of the pickle program in turn; every error is one of ours."""
     torch.save({"w": torch.arange(3.0), "e": [1]}, tmp_path / "whole.pt")
     with zipfile.ZipFile(tmp_path / "whole.pt") as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
-        program = archive.read(name)
+        program = archive.read("whole/data.pkl")
     outcomes: Counter[str] = Counter()
     for place in range(len(program)):
         shutil.copy(tmp_path / "whole.pt", tmp_path / "a.pt")
@@ -192,15 +137,6 @@ def test_shapes_that_no_checkpoint_holds(tmp_path: Path, shape: list[int]) -> No
     began_seconds = time.monotonic()
     refused(errors.InvalidArgumentError, "dimensions or", path, tmp_path)
     assert time.monotonic() - began_seconds < 10
-
-
-def by_torch(folder: Path, change: Callable[[Any], object] = lambda _: None) -> Path:
-    """Save by torch, and change the metadata."""
-    dcp.save({"w": torch.arange(12.0).view(3, 4), "o": [1, {"x": 2}]}, checkpoint_id=folder, no_dist=True)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    return folder
 
 
 def set_path(path: tuple[Any, ...]) -> Callable[[Any], None]:
@@ -280,17 +216,6 @@ def doubled(times: int) -> bytes:
     return b"K\x01\x85q\x00" + b"".join(b"h%c\x86q%c" % (number, number + 1) for number in range(times))
 
 
-@pytest.mark.parametrize("suffix", ["pt", "ckpt", "bin"])
-def test_a_key_of_torch_save_that_is_hashed_for_ever(tmp_path: Path, suffix: str) -> None:
-    """A few hundred bytes: torch's restricted unpickler carries them out, and no signal reaches it."""
-    path = tmp_path / f"a.{suffix}"
-    torch.save({"w": torch.ones(3)}, path)
-    program = b"\x80\x02}" + doubled(60) + b"K\x01s."
-    rewrite(path, lambda name, data: program if name.endswith("data.pkl") else data)
-    assert path.stat().st_size < 2000
-    assert "damaged" in import_in_a_process(path, tmp_path, status=1)
-
-
 def test_a_length_of_torch_save_that_fills_the_memory(tmp_path: Path) -> None:
     """`bytearray(10**12)`, which torch's restricted unpickler calls."""
     path = tmp_path / "a.pt"
@@ -303,39 +228,86 @@ def test_a_length_of_torch_save_that_fills_the_memory(tmp_path: Path) -> None:
 CHECKPOINT = b"ctorch.distributed.checkpoint."
 INDEX = CHECKPOINT + b"metadata\nMetadataIndex\n)\x81}X\x03\x00\x00\x00fqn"
 
+# Metadata with a tuple of 2**60 values that is hashed as a key, an index or an argument, or printed as a value.
+WALKED_FOR_EVER = {
+    "key": b"}" + doubled(60) + b"K\x01s",
+    "index": b"}" + INDEX + doubled(60) + b"sbK\x01s",
+    "argument": CHECKPOINT + b"metadata\n_MEM_FORMAT_ENCODING\n" + doubled(60) + b"\x85R",
+    "sizes": b"ctorch\nSize\n" + doubled(60) + b"\x85R",
+    "state": CHECKPOINT + b"metadata\nTensorProperties\n)\x81(NN" + doubled(60) + b"Nt\x85b",
+    "pairs": b"ccollections\nOrderedDict\n]" + doubled(60) + b"K\x01\x86a\x85R",
+    "set": b"\x8f(" + doubled(60) + b"\x90",
+    "value": CHECKPOINT
+    + b"metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}"
+    + INDEX
+    + b"X\x01\x00\x00\x00wsb"
+    + CHECKPOINT
+    + b"filesystem\n_StorageInfo\n)\x81}X\x0d\x00\x00\x00relative_path"
+    + doubled(60)
+    + b"sbsub",
+    "list": b"]q\x00" + 20_000 * b"(h\x00h\x00e",
+    "index that is changed": b"}}"
+    + INDEX
+    + b"X\x01\x00\x00\x00wsbr\x63\x00\x00\x00K\x01sX\x01\x00\x00\x00ih\x63}X\x03\x00\x00\x00fqn"
+    + doubled(60)
+    + b"sbs",
+}
 
-@pytest.mark.parametrize(
-    "program",
-    {
-        "key": b"}" + doubled(60) + b"K\x01s",
-        "index": b"}" + INDEX + doubled(60) + b"sbK\x01s",
-        "argument": CHECKPOINT + b"metadata\n_MEM_FORMAT_ENCODING\n" + doubled(60) + b"\x85R",
-        "sizes": b"ctorch\nSize\n" + doubled(60) + b"\x85R",
-        "state": CHECKPOINT + b"metadata\nTensorProperties\n)\x81(NN" + doubled(60) + b"Nt\x85b",
-        "pairs": b"ccollections\nOrderedDict\n]" + doubled(60) + b"K\x01\x86a\x85R",
-        "set": b"\x8f(" + doubled(60) + b"\x90",
-        "value": CHECKPOINT
-        + b"metadata\nMetadata\n)\x81}(X\x13\x00\x00\x00state_dict_metadata}X\x0c\x00\x00\x00storage_data}"
-        + INDEX
-        + b"X\x01\x00\x00\x00wsb"
-        + CHECKPOINT
-        + b"filesystem\n_StorageInfo\n)\x81}X\x0d\x00\x00\x00relative_path"
-        + doubled(60)
-        + b"sbsub",
-        "list": b"]q\x00" + 20_000 * b"(h\x00h\x00e",
-        "index that is changed": b"}}"
-        + INDEX
-        + b"X\x01\x00\x00\x00wsbr\x63\x00\x00\x00K\x01sX\x01\x00\x00\x00ih\x63}X\x03\x00\x00\x00fqn"
-        + doubled(60)
-        + b"sbs",
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_metadata_of_torch_that_are_walked_for_ever(tmp_path: Path, program: tuple[str, bytes]) -> None:
-    """A tuple of 2**60 values that is hashed as a key, an index or an argument, or printed as a value."""
-    folder = by_torch(tmp_path / "torch")
-    (folder / ".metadata").write_bytes(b"\x80\x04" + program[1] + b".")
-    assert "damaged" in import_in_a_process(folder, tmp_path, status=1)
+
+def test_sources_that_would_crash_or_never_end(tmp_path: Path) -> None:
+    """Imported by the command line in a process of its own: no signal reaches torch's code, and some of it ends by one.
+
+    A tensor without memory whose bytes are swapped (SIGSEGV), an alignment by which torch divides (SIGFPE), programs of
+    a few hundred bytes that are walked for ever, objects that torch's planner takes apart.
+    """
+    said: dict[str, str] = {}
+
+    def torch_save(name: str, record: str, content: bytes, message: str = "damaged") -> None:
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+        rewrite(tmp_path / name, lambda found, data: content if found.endswith(record) else data)
+        said[name] = message
+
+    torch_save("order.pt", "byteorder", b"big" if sys.byteorder == "little" else b"little", "another order of bytes")
+    for suffix in ("pt", "ckpt", "bin"):
+        torch_save(f"key.{suffix}", "data.pkl", b"\x80\x02}" + doubled(60) + b"K\x01s.")
+    for number, alignment in enumerate((b"0", b"-64", b"96", b"4611686018427387904", b"9" * 5000)):
+        torch_save(f"alignment-{number}.pt", ".storage_alignment", alignment)
+    for name, program in WALKED_FOR_EVER.items():
+        (by_torch(tmp_path / name) / ".metadata").write_bytes(b"\x80\x04" + program + b".")
+        said[name] = "damaged"
+    key = "x" * 100_000  # stored once
+    for name, value in (("lists", doubled_lists(60)), ("keys", {number: {key: 1} for number in range(400)})):
+        torch.save(value, stream := io.BytesIO())
+        by_torch(tmp_path / name, partial(set_object, data=stream.getvalue(), file="object"))
+        (tmp_path / name / "object").write_bytes(stream.getvalue())
+        said[name] = "again and again"
+    code = """
+import sys
+from dcp_remote.cli import main
+for source in sys.argv[2:]:
+    print(f"== {source}", file=sys.stderr, flush=True)
+    assert main(["import", source, sys.argv[1], "--step", "1"]) in (1, 2)
+"""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        code,
+        str(tmp_path / "run"),
+        *(str(tmp_path / name) for name in said),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert ended.returncode == 0, ended
+    found = dict(part.split("\n", 1) for part in ended.stderr.split("== ")[1:])
+    assert [name for name, message in said.items() if message not in found[str(tmp_path / name)]] == []
+
+
+def set_object(metadata: Any, *, data: bytes, file: str) -> None:
+    """Let the objects of a checkpoint lie in another file."""
+    for index, info in metadata.storage_data.items():
+        if index.fqn != "w":
+            info.relative_path, info.offset, info.length = file, 0, len(data)
 
 
 def test_indexes_with_equal_hashes(tmp_path: Path) -> None:
@@ -368,14 +340,6 @@ def test_values_with_one_name(tmp_path: Path, state: dict[Any, Any]) -> None:
     refused(errors.InvalidArgumentError, "same name|have one name", tmp_path / "a.pt", tmp_path)
 
 
-@pytest.mark.parametrize("alignment", [b"0", b"-64", b"96", b"4611686018427387904", b"9" * 5000])
-def test_an_alignment_that_torch_divides_by(tmp_path: Path, alignment: bytes) -> None:
-    """Zero ended the process by SIGFPE."""
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    rewrite(tmp_path / "a.pt", lambda name, data: alignment if name.endswith(".storage_alignment") else data)
-    assert "damaged" in import_in_a_process(tmp_path / "a.pt", tmp_path, status=1)
-
-
 @pytest.mark.parametrize("record", ["data.pkl", "version", "byteorder", ".storage_alignment"])
 def test_compressed_records(tmp_path: Path, record: str) -> None:
     """Refused by the directory of the zip: torch inflates such a record before anything can be checked."""
@@ -402,25 +366,6 @@ def test_a_long_key_in_many_dicts(tmp_path: Path) -> None:
     history = {"a_rather_long_name_of_a_callback": {"values_by_step": dict.fromkeys(range(20_000), 1)}}
     torch.save({"w": torch.ones(1), "callbacks": history}, tmp_path / "a.pt")
     open_source(tmp_path / "a.pt")
-
-
-@pytest.mark.parametrize("is_list", [True, False])
-def test_an_object_of_torch_that_is_walked_for_ever(tmp_path: Path, is_list: bool) -> None:
-    """Lists doubled 60 times, and a long key in many dicts: torch's planner takes objects that are dicts apart."""
-    key = "x" * 100_000
-    value: Any = {number: {key: 1} for number in range(400)}
-    for _ in range(60 if is_list else 0):
-        value = [value, value]
-    folder = by_torch(tmp_path / "torch")
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    (folder / "object").write_bytes(stream.getvalue())
-    for index, info in metadata.storage_data.items():
-        if index.fqn != "w":
-            info.relative_path, info.offset, info.length = "object", 0, len(stream.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "again and again" in import_in_a_process(folder, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_remote import CheckpointManager, Opaque, PerRank, ProgressReport, RandomStates, RemoteWriter, latest, load
 from dcp_remote.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
     InvalidArgumentError,
     UnsafeObjectError,
 )
 from dcp_remote.transfer import export_checkpoint, import_checkpoint, importing
+from tests.support.foreign_checkpoints import QUIET, hugging_face
 from tests.support.rank_pool import RankPool
-
-QUIET: dict[str, Any] = {"progress": False}
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -48,17 +45,6 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def save_hugging_face(folder: Path, parts: int) -> None:
-    folder.mkdir()
-    names = list(weights())
-    files = {f"model-{part + 1:05}-of-{parts:05}.safetensors": names[part::parts] for part in range(parts)}
-    for file, own in files.items():
-        save_file({name: weights()[name] for name in own}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, own in files.items() for name in own}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text('{"model_type": "small"}')
-
-
 def in_order(path: Path) -> list[str]:
     """Return the names of the tensors in a file, in the order of their bytes."""
     data = path.read_bytes()
@@ -71,7 +57,7 @@ def in_order(path: Path) -> list[str]:
 def test_hugging_face_comes_and_goes(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits, and the small files; a tensor is cut into pieces."""
     monkeypatch.setattr(importing, "PIECE_BYTES_MAX", 1000)
-    save_hugging_face(tmp_path / "hf", parts)
+    hugging_face(tmp_path / "hf", weights(), parts)
     assert import_checkpoint(tmp_path / "hf", tmp_path / "run", step=7, name="base", **QUIET).step == 7
     info = latest(tmp_path / "run")
     assert info is not None
@@ -92,7 +78,7 @@ def test_hugging_face_comes_and_goes(tmp_path: Path, parts: int, monkeypatch: py
 
 
 def test_dtypes_are_converted_where_that_is_asked(tmp_path: Path) -> None:
-    save_hugging_face(tmp_path / "hf", 1)
+    hugging_face(tmp_path / "hf", weights(), 1)
     import_checkpoint(tmp_path / "hf", tmp_path / "run", step=1, **QUIET)
     export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=torch.bfloat16)
     back = load_file(tmp_path / "out" / "model.safetensors")
@@ -219,29 +205,18 @@ def test_what_needs_code_is_refused(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "b", tmp_path / "run", step=1, **QUIET)
 
 
-def test_wrong_calls(tmp_path: Path) -> None:
-    (tmp_path / "some").mkdir()
-    (tmp_path / "some" / "notes.txt").write_text("x")
-    with pytest.raises(CheckpointNotFoundError, match=r"found='notes\.txt'"):
-        import_checkpoint(tmp_path / "some", tmp_path / "run", step=1, **QUIET)
-    save_hugging_face(tmp_path / "hf", 1)
+def test_checkpoints_of_dcp_remote_are_refused(tmp_path: Path) -> None:
+    hugging_face(tmp_path / "hf", weights(), 1)
     import_checkpoint(tmp_path / "hf", tmp_path / "run", step=1, **QUIET)
     dcp.save(weights(), storage_writer=RemoteWriter(tmp_path / "single"), no_dist=True)
     for own in ("run", "single"):
         with pytest.raises(InvalidArgumentError, match="a checkpoint of dcp_remote"):
             import_checkpoint(tmp_path / own, tmp_path / "other", step=1, **QUIET)
-    with pytest.raises(InvalidArgumentError, match="not empty"):
-        export_checkpoint(tmp_path / "run", tmp_path / "some")
-    with pytest.raises(InvalidArgumentError, match="has='model'"):
-        export_checkpoint(tmp_path / "run", tmp_path / "out", key="ema")
-    (tmp_path / "hf" / "model-00001-of-00001.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(CorruptCheckpointError, match="header does not fit"):
-        import_checkpoint(tmp_path / "hf", tmp_path / "other", step=1, **QUIET)
 
 
 def test_a_cache_of_links(tmp_path: Path) -> None:
     """The cache of the Hugging Face hub has links to files with other names."""
-    save_hugging_face(tmp_path / "blobs", 2)
+    hugging_face(tmp_path / "blobs", weights())
     (tmp_path / "snapshot").mkdir()
     for path in (tmp_path / "blobs").iterdir():
         (tmp_path / "snapshot" / path.name).symlink_to(path)
@@ -259,6 +234,11 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path, piece_bytes: int, monke
         "t": base.t(),
         "view": base[10:20],
         "columns": base[:, 3:7],
+        "step": base.view(-1)[3::7],
+        "wide": base[:1, :1].expand(4, 3),
+        "empty": base[40:],
+        "nothing": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
         "parameter": torch.nn.Parameter(torch.randn(30, 30)),
         "again": base,
     }

@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from dcp_remote import CheckpointManager, Files, Retention, errors, export_checkpoint, import_checkpoint, open_run
-
-QUIET: dict[str, Any] = {"progress": False}
+from dcp_remote import Files, Retention, export_checkpoint, import_checkpoint, open_run
+from tests.support.foreign_checkpoints import QUIET, save_run
 
 
 @pytest.fixture
@@ -24,18 +23,10 @@ def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def save(run: Path, *states: dict[str, Any], **settings: Any) -> Path:
-    """Save states as steps 1, 2 and so on."""
-    with CheckpointManager(run, **settings, **QUIET) as manager:
-        for step, state in enumerate(states, 1):
-            manager.save(step, state, wait=True)
-    return run
-
-
 def test_objects_beside_the_weights(tmp_path: Path, warned: pytest.LogCaptureFixture) -> None:
     """Named under any key; the small files are written."""
     state = {"model": {"w": torch.ones(2), "epoch": 3}, "files": Files({"config.json": b"{}"})}
-    run = save(tmp_path / "run", state)
+    run = save_run(tmp_path / "run", state)
     for number, key in enumerate(("model", "")):
         warned.clear()
         export_checkpoint(run, tmp_path / str(number), key=key, **QUIET)
@@ -69,7 +60,7 @@ def test_states_of_an_optimizer_that_have_numbers(tmp_path: Path, warned: pytest
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_values_beyond_the_range_of_a_dtype(tmp_path: Path, kind: Any, warned: pytest.LogCaptureFixture) -> None:
     model = {"large": torch.tensor([1.0, -7e4, torch.nan]), "small": torch.tensor([6e4]), "none": torch.ones(0)}
-    run = save(tmp_path / "run", {"model": model})
+    run = save_run(tmp_path / "run", {"model": model})
     export_checkpoint(run, tmp_path / "bf16", kind=kind, dtype="bfloat16", **QUIET)
     assert not warned.records
     export_checkpoint(run, tmp_path / "fp16", kind=kind, dtype="float16", **QUIET)
@@ -79,7 +70,7 @@ def test_values_beyond_the_range_of_a_dtype(tmp_path: Path, kind: Any, warned: p
 
 def test_an_optimizer_that_retention_has_deleted(tmp_path: Path, warned: pytest.LogCaptureFixture) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
-    run = save(tmp_path / "run", state, state, state, retention=Retention(keep_last=3, keep_optimizer_last=1))
+    run = save_run(tmp_path / "run", state, state, state, retention=Retention(keep_last=3, keep_optimizer_last=1))
     assert next(info for info in open_run(run).checkpoints() if info.step == 1).thinned
     export_checkpoint(run, tmp_path / "out", step=1, kind="torch", **QUIET)
     (record,) = warned.records
@@ -97,10 +88,3 @@ def test_other_files_of_a_source(tmp_path: Path, warned: pytest.LogCaptureFixtur
     assert record.getMessage() == "left out of the import: 2 files, such as logo.png, optimizer.bin"
     export_checkpoint(tmp_path / "run", tmp_path / "out", **QUIET)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], torch.ones(2))
-
-
-@pytest.mark.parametrize("file_bytes_max", ["5GB", 0, True, 1.5])
-def test_sizes_of_files_that_are_none(tmp_path: Path, file_bytes_max: Any) -> None:
-    run = save(tmp_path / "run", {"model": {"w": torch.ones(2)}})
-    with pytest.raises(errors.InvalidArgumentError, match="file_bytes_max must be an integer above zero, in bytes"):
-        export_checkpoint(run, tmp_path / "out", file_bytes_max=file_bytes_max, **QUIET)

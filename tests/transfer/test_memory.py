@@ -24,12 +24,7 @@ BUDGET_BYTES = 8 * MiB
 
 
 class CountingArrays:
-    """Stands for numpy in `ranges`: counts the bytes of arrays that are alive.
-
-    Attributes:
-        held_max: Most bytes at a time.
-        largest: Bytes of the largest array.
-    """
+    """Stands for numpy in `ranges`: counts the bytes of arrays that are alive."""
 
     uint8 = np.uint8
 

@@ -24,24 +24,14 @@ from dcp_remote.storage import LocalStore
 from dcp_remote.testing.servers import S3Server
 from dcp_remote.transfer import importing
 from dcp_remote.transfer.checkpoint import SavedCheckpoint
-
-QUIET: dict[str, Any] = {"progress": False}
+from tests.support.foreign_checkpoints import INDEX, QUIET, by_torch, damage, hugging_face, refused, write_index
 
 SHARD = "model-00001-of-00002.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
-def hugging_face(folder: Path) -> Path:
-    """Make two files of weights with an index."""
-    folder.mkdir()
-    save_file({"a": torch.arange(8.0), "b": torch.ones(3, 2)}, folder / SHARD)
-    save_file({"c": torch.zeros(4)}, folder / "model-00002-of-00002.safetensors")
-    write_index(folder, {"a": SHARD, "b": SHARD, "c": "model-00002-of-00002.safetensors"})
-    return folder
-
-
-def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+def two_files(folder: Path) -> Path:
+    """Make two files of weights with an index: `a` and `b` in the first."""
+    return hugging_face(folder, {"a": torch.arange(8.0), "c": torch.zeros(4), "b": torch.ones(3, 2)})
 
 
 def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -52,18 +42,6 @@ def change_header(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     change(header)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
-def by_torch(folder: Path) -> Path:
-    dcp.save({"model": {"w": torch.arange(100.0)}, "epoch": 3}, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-def refused(kind: type[errors.DcpRemoteError], match: str, source: object, tmp_path: Path, **options: Any) -> None:
-    """Import, and see that the run has nothing."""
-    with pytest.raises(kind, match=match):
-        import_checkpoint(source, tmp_path / "run", **{"step": 1, **QUIET, **options})  # type: ignore[arg-type]  # mistakes
-    assert not (tmp_path / "run").exists() or latest(tmp_path / "run") is None
 
 
 def test_nothing_is_there(tmp_path: Path) -> None:
@@ -89,13 +67,13 @@ OFFSETS = {
 
 @pytest.mark.parametrize("mistake", list(OFFSETS))
 def test_headers_of_safetensors(tmp_path: Path, mistake: str) -> None:
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     change_header(folder / SHARD, OFFSETS[mistake])
     refused(errors.CorruptCheckpointError, f"damaged.*{SHARD}", folder, tmp_path)
 
 
 def test_an_unknown_dtype_of_safetensors(tmp_path: Path) -> None:
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     change_header(folder / SHARD, lambda header: header["a"].update(dtype="F7"))
     refused(errors.InvalidArgumentError, "dtype='F7'", folder, tmp_path)
 
@@ -103,7 +81,7 @@ def test_an_unknown_dtype_of_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 5, 8, 60, -1])
 def test_truncated_safetensors(tmp_path: Path, size: int) -> None:
     """Empty, in the length, in the header, and in the data."""
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:size])
     refused(errors.CorruptCheckpointError, f"(damaged|too short).*{SHARD}", folder, tmp_path)
 
@@ -119,14 +97,14 @@ def test_truncated_safetensors(tmp_path: Path, size: int) -> None:
     ],
 )
 def test_an_index_that_names_other_files(tmp_path: Path, file: object, match: str) -> None:
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
     write_index(folder, {"a": SHARD, "c": file})
     refused(errors.CorruptCheckpointError, match, folder, tmp_path)
 
 
 def test_a_damaged_index(tmp_path: Path) -> None:
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     write_index(folder, {"a": SHARD, "other": SHARD})
     refused(errors.CorruptCheckpointError, "No file has a tensor of the index.*other", folder, tmp_path)
     write_index(folder, {})
@@ -138,7 +116,7 @@ def test_a_damaged_index(tmp_path: Path) -> None:
 
 
 def test_parts_without_an_index(tmp_path: Path) -> None:
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     (folder / INDEX).unlink()
     refused(errors.CorruptCheckpointError, f"no index.*{SHARD}", folder, tmp_path)
 
@@ -167,21 +145,18 @@ def test_files_of_torch_that_are_lost_or_cut_off(tmp_path: Path) -> None:
 def test_metadata_of_torch_that_are_no_metadata(tmp_path: Path) -> None:
     folder = by_torch(tmp_path / "torch")
     content = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(content[:-20])
-    refused(errors.CorruptCheckpointError, "metadata are damaged", folder, tmp_path)
-    (folder / ".metadata").write_bytes(pickle.dumps({"a": 1}))
-    refused(errors.CorruptCheckpointError, "type='dict'", folder, tmp_path)
     metadata: Metadata = pickle.loads(content)
-    for index, info in metadata.storage_data.items():
-        metadata.storage_data[index] = type(info)("../x.distcp", info.offset, info.length)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(errors.CorruptCheckpointError, "none of a file in this folder", folder, tmp_path)
     nothing: Any = None
-    (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data={}, state_dict_metadata=nothing)))
-    refused(errors.CorruptCheckpointError, "metadata are damaged", folder, tmp_path)
-    metadata.storage_data.clear()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(errors.CorruptCheckpointError, "no place", folder, tmp_path)
+    outside = {key: type(info)("../x.distcp", info.offset, info.length) for key, info in metadata.storage_data.items()}
+    for changed, match in (
+        (content[:-20], "metadata are damaged"),
+        (pickle.dumps({"a": 1}), "type='dict'"),
+        (pickle.dumps(replace(metadata, storage_data=outside)), "none of a file in this folder"),
+        (pickle.dumps(replace(metadata, storage_data={}, state_dict_metadata=nothing)), "metadata are damaged"),
+        (pickle.dumps(replace(metadata, storage_data={})), "no place"),
+    ):
+        (folder / ".metadata").write_bytes(changed)
+        refused(errors.CorruptCheckpointError, match, folder, tmp_path)
 
 
 def test_metadata_of_torch_that_call_functions(tmp_path: Path) -> None:
@@ -201,14 +176,12 @@ def test_stream_extensions_of_torch(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(100)}, storage_writer=writer, no_dist=True)
     refused(errors.InvalidArgumentError, "stream extensions", tmp_path / "torch", tmp_path)
 
+    def name_them(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ["zstd"]
 
-def test_stream_extensions_that_the_metadata_name(tmp_path: Path) -> None:
-    folder = by_torch(tmp_path / "torch")
-    metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(errors.InvalidArgumentError, "stream extensions.*zstd", folder, tmp_path)
+    named = by_torch(tmp_path / "named", name_them)
+    refused(errors.InvalidArgumentError, "stream extensions.*zstd", named, tmp_path)
 
 
 def test_files_that_are_none_of_torch_save(tmp_path: Path) -> None:
@@ -267,7 +240,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         (out, {"kind": "onnx"}, "kind"),
         (out, {"dtype": torch.int32}, "dtype"),
         (out, {"dtype": "float7"}, "dtype"),
-        (out, {"file_bytes_max": 0}, "file_bytes_max"),
+        *((out, {"file_bytes_max": size}, "file_bytes_max") for size in (0, "5GB", True, 1.5)),
         (out, {"rename": {"v": "x"}}, "rename"),
         (out, {"rename": {"w": "x"}, "kind": "torch"}, "rename"),
         (out, {"memory_budget_bytes": -1}, "memory_budget_bytes"),
@@ -301,10 +274,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, kind: Any) -> None
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
     (shard,) = (tmp_path / "run").rglob("*.safetensors")
-    data = bytearray(shard.read_bytes())
-    data[-100] ^= 1
     shard.chmod(0o644)
-    shard.write_bytes(data)
+    damage(shard, b"\0\0\x80\x3f" * 100)
     with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
         export_checkpoint(tmp_path / "run", tmp_path / "out" / "weights", kind=kind, **QUIET)
     assert not (tmp_path / "out").exists()
@@ -312,42 +283,6 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, kind: Any) -> None
     with pytest.raises(errors.CorruptCheckpointError, match="do not match their digest"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
     assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_a_disk_that_loses_bits(tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes are changed between writing and reading back."""
-    torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
-    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
-
-    def damage(folder: Path, *_args: Any, **_options: Any) -> None:
-        (path,) = [path for path in (folder if folder.is_dir() else folder.parent).iterdir() if path.suffix]
-        data = bytearray(path.read_bytes())
-        place = data.find(b"\0\0\x80\x3f" * 100) + 200
-        data[place] ^= 1
-        path.write_bytes(data)
-
-    if kind == "safetensors":
-        from dcp_remote.transfer import safetensors_export as module
-
-        verify = module._verify
-
-        def verify_damaged(path: Path, *rest: Any) -> None:
-            damage(path)
-            verify(path, *rest)
-
-        monkeypatch.setattr(module, "_verify", verify_damaged)
-    else:
-        save = dcp.save
-
-        def save_damaged(*args: Any, **options: Any) -> None:
-            save(*args, **options)
-            damage(options["storage_writer"].path)
-
-        monkeypatch.setattr(dcp, "save", save_damaged)
-    with pytest.raises(errors.CorruptCheckpointError, match="read back differ"):
-        export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, **QUIET)
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_import_that_differs_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +304,7 @@ def test_an_import_that_differs_is_deleted(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_source_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is committed, and no shard is left."""
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     original = importing._SourcePlanner.resolve_data
 
     def fail(self: Any, item: Any) -> Any:
@@ -407,6 +342,7 @@ from dataclasses import replace
 from pathlib import Path
 from dcp_remote import export_checkpoint
 from dcp_remote.transfer.checkpoint import SavedCheckpoint
+from tests.support.foreign_checkpoints import INDEX, QUIET, by_torch, damage, hugging_face, refused, write_index
 
 run, folder, kind, owner, name, number = sys.argv[1:]
 owner = {"Path": Path, "SavedCheckpoint": SavedCheckpoint}[owner]
@@ -424,15 +360,18 @@ export_checkpoint(run, folder, kind=kind, file_bytes_max=4000, memory_budget_byt
 """
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-@pytest.mark.parametrize(("owner", "name", "number"), [("SavedCheckpoint", "read", 2), ("Path", "rename", 2)])
+@pytest.mark.parametrize(
+    ("kind", "owner", "name", "number"),
+    [
+        ("safetensors", "SavedCheckpoint", "read", 2),
+        ("torch", "Path", "rename", 3),  # torch itself renames .metadata once
+    ],
+)
 def test_a_killed_export_is_not_taken_for_whole(tmp_path: Path, kind: str, owner: str, name: str, number: int) -> None:
     """Killed while tensors are written, and while files are moved to their places."""
     torch.save({"a": torch.ones(1000), "b": torch.ones(4000), "c": torch.ones(1000)}, tmp_path / "a.pt")
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
     out = tmp_path / "out"
-    if kind == "torch" and name == "rename":
-        number = 3  # torch itself renames .metadata once
     arguments = [str(one) for one in (tmp_path / "run", out, kind, owner, name, number)]
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, *arguments], check=False, timeout=120)
     assert ended.returncode == 9
@@ -444,6 +383,6 @@ def test_a_killed_export_is_not_taken_for_whole(tmp_path: Path, kind: str, owner
 
 
 def test_a_store_is_a_source(tmp_path: Path) -> None:
-    folder = hugging_face(tmp_path / "hf")
+    folder = two_files(tmp_path / "hf")
     import_checkpoint(LocalStore(folder), LocalStore(tmp_path / "run"), step=1, **QUIET)
     assert latest(tmp_path / "run") is not None

@@ -26,9 +26,9 @@ from dcp_remote.transfer import exporting
 from dcp_remote.transfer.ranges import RangeReader
 from dcp_remote.transfer.safetensors_source import SafetensorsSource
 from dcp_remote.transfer.torch_file_source import TorchFileSource
+from tests.support.foreign_checkpoints import QUIET, imported
 from tests.support.rank_pool import RankPool
 
-QUIET: dict[str, Any] = {"progress": False}
 WEIGHT = torch.arange(6.0)
 
 
@@ -47,13 +47,6 @@ def client_of(server: S3Server) -> Any:
 def upload(server: S3Server, bucket: str, folder: Path, prefix: str) -> None:
     for path in folder.iterdir():
         client_of(server).upload_file(str(path), bucket, f"{prefix}{path.name}")
-
-
-def imported(source: object, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    """Import into a new run, and return its state."""
-    run = tmp_path / f"run-{uuid.uuid4().hex}"
-    import_checkpoint(source, run, step=1, **QUIET, **options)  # type: ignore[arg-type]  # a path or URL
-    return load(run)
 
 
 def test_names_tell_neither_files_nor_folders(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:

@@ -28,50 +28,20 @@ __name__ = "dcp_remote_startup"
 sys.modules[__name__] = sys.modules["sitecustomize"]
 
 
-def _enable_transformers() -> None:
-    from dcp_remote.integrations import transformers
-
-    resumes = os.environ.get("DCP_REMOTE_RESUME") != "never"
-    transformers.enable(_url(), resume=resumes, storage_options=_storage_options())
-
-
-def _enable_accelerate() -> None:
-    from dcp_remote.integrations import accelerate
-
-    accelerate.enable(_url(), storage_options=_storage_options())
-
-
-def _enable_deepspeed() -> None:
-    from dcp_remote.integrations import deepspeed
-
-    deepspeed.enable(_url(), storage_options=_storage_options())
-
-
-def _enable_llamafactory() -> None:
-    from dcp_remote.integrations import llamafactory
-
-    llamafactory.enable()
-
-
-def _refuse_llamafactory_v1() -> None:
-    from dcp_remote.integrations import llamafactory
-
-    llamafactory.refuse_v1()
-
-
-# By the module that is complete when the framework can be imported from: packages import their own parts first.
-_ENABLE: dict[str, Callable[[], None]] = {
-    "transformers.trainer": _enable_transformers,
-    "accelerate": _enable_accelerate,
-    "deepspeed": _enable_deepspeed,
-    "llamafactory.train.tuner": _enable_llamafactory,
+# Integration to enable, by the module that is complete when the framework can be imported from: packages import their
+# own parts first.
+_ENABLE = {
+    "transformers.trainer": "transformers",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "llamafactory.train.tuner": "llamafactory",
 }
-# Modules that save by means which no integration reaches: their import ends the program, before the training.
-_REFUSE: dict[str, Callable[[], None]] = {"llamafactory.v1.core.utils.checkpoint": _refuse_llamafactory_v1}
+# Module that saves by means which no integration reaches: its import ends the program, before the training.
+_REFUSED = "llamafactory.v1.core.utils.checkpoint"
 
 
 class _Finder:
-    """Finder of the modules in `_ENABLE` and `_REFUSE`, by the finders that stand behind it in `sys.meta_path`."""
+    """Finder of the modules in `_ENABLE`, and of `_REFUSED`, by the finders that stand behind it in `sys.meta_path`."""
 
     def __init__(self) -> None:
         # Finders of other packages may ask for the same module by `importlib.util.find_spec`, which comes here again.
@@ -79,7 +49,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         call = _thread.get_ident(), name
-        if (name not in _ENABLE and name not in _REFUSE) or call in self._calls:
+        if (name not in _ENABLE and name != _REFUSED) or call in self._calls:
             return None
         self._calls.add(call)
         try:
@@ -106,19 +76,35 @@ class _Finder:
 def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     """Execute a module by its loader, then enable the integration of its framework."""
     execute(module)
-    name = module.__name__
-    if name in _REFUSE and _is_set():
-        _REFUSE[name]()
-    if name not in _ENABLE:
+    name, url = module.__name__, os.environ.get("DCP_REMOTE_URL")
+    if name == _REFUSED:
+        if url:
+            from dcp_remote.integrations import llamafactory
+
+            llamafactory.refuse_v1()
         return
     try:
-        if not _is_set():
+        if not url:
             raise LookupError("DCP_REMOTE_URL is not set in this process: pass DCP_REMOTE_* on with PYTHONPATH.")
-        _ENABLE[name]()
+        _enable(_ENABLE[name], url)
     except Exception as error:  # noqa: BLE001  # the program works without the integration
         _report(name, error)
     else:
         _leave_mark(f"{os.getpid()}-{name}", "")
+
+
+def _enable(name: str, url: str) -> None:
+    """Enable an integration with the settings that the launcher has put into the environment."""
+    import importlib
+    import json
+
+    integration = importlib.import_module(f"dcp_remote.integrations.{name}")
+    if name == "llamafactory":  # which saves by Transformers' Trainer
+        integration.enable()
+        return
+    resuming = {"resume": os.environ.get("DCP_REMOTE_RESUME") != "never"} if name == "transformers" else {}
+    options = json.loads(os.environ.get("DCP_REMOTE_STORAGE_OPTIONS") or "{}") or None
+    integration.enable(url, **resuming, storage_options=options)
 
 
 def _report(name: str, error: Exception) -> None:
@@ -152,21 +138,6 @@ def _leave_mark(name: str, text: str) -> None:
             Path(folder, name).write_text(text, encoding="utf-8")
         except (ImportError, OSError):
             pass
-
-
-def _is_set() -> bool:
-    return bool(os.environ.get("DCP_REMOTE_URL"))
-
-
-def _url() -> str:
-    return os.environ["DCP_REMOTE_URL"]
-
-
-def _storage_options() -> dict[str, object] | None:
-    import json
-
-    options: dict[str, object] = json.loads(os.environ.get("DCP_REMOTE_STORAGE_OPTIONS") or "{}")
-    return options or None
 
 
 def _run_next_sitecustomize() -> None:

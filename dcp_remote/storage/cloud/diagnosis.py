@@ -99,7 +99,7 @@ def diagnose_s3(
         finally:
             session.close()
     except botocore_exceptions.SSLError as error:
-        return _diagnose_tls(error, endpoint)
+        return explain_tls_failure(error, endpoint)
     except botocore_exceptions.BotoCoreError as error:
         error_class = classify_error(error)
         if error_class is TransientStorageError:
@@ -123,7 +123,7 @@ def _report_unreachable(endpoint: S3Endpoint) -> StorageError:
     )
 
 
-def _diagnose_tls(error: botocore_exceptions.SSLError, endpoint: S3Endpoint) -> StorageError:
+def explain_tls_failure(error: botocore_exceptions.SSLError, endpoint: S3Endpoint) -> StorageError:
     """Return the error for a failed TLS handshake: certificate, protocol, or a server that is restarting."""
     # botocore wraps urllib3's error, which wraps that of ssl; only a wrong host name is found by urllib3 itself.
     inner = next(iter(error.kwargs["error"].args), None)

@@ -7,6 +7,8 @@ that looking for credentials may: botocore asks the instance when all else is em
 from __future__ import annotations
 
 import functools
+import gc
+import os
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,11 +16,12 @@ from urllib.request import getproxies, proxy_bypass
 
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.exceptions import ProfileNotFound
 from botocore.loaders import create_loader
 from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, option
+from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 
 # Shared by all sessions of the process, since a loader keeps the models that it has read.
 _get_models = functools.cache(create_loader)
@@ -71,16 +74,28 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     Takes 0.1 s of CPU the first time, and 0.02 s from then on.
 
     Raises:
-        botocore.exceptions.BotoCoreError: The profile is unknown, a file cannot be parsed, or a region is invalid.
-        ValueError: The endpoint is not a URL.
-        InvalidArgumentError: The endpoint contains a user, a password or a query.
+        botocore.exceptions.BotoCoreError: A file cannot be parsed, or a region is invalid.
+        ValueError: The endpoint of a profile is not a URL.
+        InvalidArgumentError: The profile is unknown, or the endpoint is no URL or contains a user, a password or a
+            query; the message names the option or the environment variable.
     """
     session = Session(profile=options.profile_name)
-    session.register_component("data_loader", _get_models(session.get_config_variable("data_path")))
+    try:
+        session.register_component("data_loader", _get_models(session.get_config_variable("data_path")))
+    except ProfileNotFound as error:
+        raise _make_profile_error(session, options) from error
+    if options.endpoint_url is None and not session.get_config_variable("ignore_configured_endpoint_urls"):
+        find_environment_endpoint("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # in botocore's order
     if options.aws_access_key_id is not None and options.aws_secret_access_key is not None:
         session.set_credentials(options.aws_access_key_id, options.aws_secret_access_key, options.aws_session_token)
     # An unsigned client needs no credentials to build the URL of a request.
-    client = _create_s3_client(session, options, signature=UNSIGNED)
+    was_enabled = gc.isenabled()
+    gc.disable()  # botocore's models are so many objects that the collector would visit torch's, for 0.2 s
+    try:
+        client = _create_s3_client(session, options, signature=UNSIGNED)
+    finally:
+        if was_enabled:
+            gc.enable()
     check_endpoint(client.meta.endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
     url = urlsplit(client.generate_presigned_url("head_bucket", Params={"Bucket": bucket}))
     path = url.path.rstrip("/")
@@ -96,23 +111,40 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     )
 
 
+def _make_profile_error(session: Session, options: S3Options) -> InvalidArgumentError:
+    # In botocore's order.
+    names = [name for name in ("AWS_DEFAULT_PROFILE", "AWS_PROFILE") if os.environ.get(name)]
+    named = "storage_options['profile_name']" if options.profile_name is not None or not names else names[0]
+    return InvalidArgumentError(
+        f"{named} is not a profile of the AWS configuration (`aws configure list-profiles`).",
+        profile=session.profile,
+        known=", ".join(session.available_profiles) or None,
+    )
+
+
 def presign_s3(endpoint: S3Endpoint, options: S3Options, operation: str, **parameters: str | int) -> str:
     """Return a signed URL for an operation of boto3's client, valid for a minute: a secret.
 
     Raises:
         botocore.exceptions.BotoCoreError: There are no credentials any more.
     """
-    client = _create_s3_client(endpoint.session, options, signature=UNSIGNED if options.anon else "s3v4")
+    client = create_signing_client(endpoint, options)
     url: str = client.generate_presigned_url(operation, Params=parameters, ExpiresIn=60)
     return url
 
 
-def _create_s3_client(session: Session, options: S3Options, *, signature: Any) -> Any:
+def create_signing_client(endpoint: S3Endpoint, options: S3Options, **settings: Any) -> Any:
+    """Return botocore's client of the bucket; `settings` are those of `botocore.config.Config`."""
+    signature = UNSIGNED if options.anon else "s3v4"
+    return _create_s3_client(endpoint.session, options, signature=signature, **settings)
+
+
+def _create_s3_client(session: Session, options: S3Options, *, signature: Any, **settings: Any) -> Any:
     # `Any`: botocore creates the classes of its clients at run time.
     style: Any = {"addressing_style": options.addressing_style} if options.addressing_style is not None else None
     return session.create_client(
         "s3",
         region_name=options.region_name,
         endpoint_url=options.endpoint_url,
-        config=Config(signature_version=signature, s3=style),
+        config=Config(signature_version=signature, s3=style, **settings),
     )

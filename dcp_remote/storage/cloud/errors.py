@@ -176,6 +176,9 @@ WHAT: dict[ErrorClass, str] = {
 
 SENT_ELSEWHERE = "The endpoint redirects requests: endpoint_url or region_name is not that of this bucket."
 
+# Bytes in which a web page must begin, after white space.
+_WEB_PAGE_BYTES = 1_000
+
 # Longest cause that an error shows; the XML body of an answer is longer.
 _CAUSE_CHARACTERS_MAX = 300
 
@@ -238,6 +241,22 @@ def make_s3_bucket_error(bucket: str, *, endpoint_url: str | None, region_name: 
     where = "URL, the region_name or the endpoint_url"
     region = {"region": region_name} if region_name else {}
     return make_bucket_error(bucket, command, where=where, endpoint_url=endpoint_url, **region)
+
+
+def is_web_page(data: bytes) -> bool:
+    """Return whether the content of an object is HTML, as which no object of dcp_remote begins."""
+    return data[:_WEB_PAGE_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith((b"<!doctype html", b"<html"))
+
+
+def make_web_page_error(url: str, *, endpoint_url: str | None) -> StorageError:
+    """Return the error for an endpoint that answers the read of an object with a web page."""
+    return StorageError(
+        "The endpoint answers with a web page, so it is not the API of an object store, and nothing is known of "
+        "checkpoints there. Check endpoint_url (MinIO's console has a port of its own, and its API another one) and "
+        "the proxy.",
+        url=url,
+        endpoint=endpoint_url,
+    )
 
 
 def translate(error: BaseException, *, verb: str, url: str, secrets: Sequence[str], what: str = "") -> CloudError:

@@ -37,7 +37,7 @@ from dcp_remote.storage.base import (
 from dcp_remote.storage.cloud.azure import Azure
 from dcp_remote.storage.cloud.clients import Clients
 from dcp_remote.storage.cloud.direct_reads import DirectCounts, DirectReads, Outcome
-from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code
+from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code, is_web_page, make_web_page_error
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
 from dcp_remote.storage.cloud.google import GoogleCloud
 from dcp_remote.storage.cloud.options import CloudOptions
@@ -140,6 +140,11 @@ class CloudStore:
         """Implement `ObjectStore.child`."""
         return CloudStore(self._parsed.child(prefix), self._bucket)
 
+    def parent(self) -> CloudStore | None:
+        """Return the store of the folder above; None for the bucket. Not part of the contract."""
+        above = self._parsed.parent()
+        return CloudStore(above, self._bucket) if above is not None else None
+
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request."""
         path = self._path(key)
@@ -159,7 +164,10 @@ class CloudStore:
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
                 raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
-            return Content(data=bytes(result.bytes()), version=self._provider.version_of(result.meta))
+            data = bytes(result.bytes())
+            if is_web_page(data):
+                raise make_web_page_error(f"{self.url}/{key}", endpoint_url=self._provider.endpoint_url())
+            return Content(data=data, version=self._provider.version_of(result.meta))
 
         return self._send("get", key, request)
 

@@ -33,12 +33,7 @@ Act = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One way.
-
-    Attributes:
-        save: Saves a state below a URL.
-        load: Loads into a state what lies there.
-    """
+    """One way."""
 
     save: Act
     load: Act

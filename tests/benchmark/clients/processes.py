@@ -5,10 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from typing import Protocol
+from typing import Any, Protocol
 
 from tests.benchmark.clients.worker import Task, run_rank
 from tests.benchmark.report.plan import Group, Section, Step
@@ -20,6 +20,20 @@ STEP_SECONDS_MAX = 300.0
 
 # What a process gets to end by itself that has told what it measured.
 _END_SECONDS = 10.0
+
+
+# By figure: how that of all ranks is made of theirs.
+_OF_ALL_RANKS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "wall_seconds": max,
+    "cpu_seconds": sum,
+    "state_bytes": sum,
+    "above_state_bytes": max,
+    "first_blocked_seconds": max,
+    "blocked_seconds": max,
+    "steps_per_second": min,
+    "alone_steps_per_second": min,
+    "saves": max,
+}
 
 
 class Server(Protocol):
@@ -77,15 +91,7 @@ def measure_step(
     counts = server.counts()
     return replace(
         row,
-        wall_seconds=max(one.wall_seconds for one in measured),
-        cpu_seconds=sum(one.cpu_seconds for one in measured),
-        state_bytes=sum(one.state_bytes for one in measured),
-        above_state_bytes=max(one.above_state_bytes for one in measured),
-        first_blocked_seconds=max(one.first_blocked_seconds for one in measured),
-        blocked_seconds=max(one.blocked_seconds for one in measured),
-        steps_per_second=min(one.steps_per_second for one in measured),
-        alone_steps_per_second=min(one.alone_steps_per_second for one in measured),
-        saves=max(one.saves for one in measured),
+        **{name: join(getattr(one, name) for one in measured) for name, join in _OF_ALL_RANKS.items()},
         requests=counts.total.requests,
         sent_bytes=counts.total.body_bytes_in,
         got_bytes=counts.total.body_bytes_out,

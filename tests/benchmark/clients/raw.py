@@ -28,12 +28,7 @@ _HEAD_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class RawShard:
-    """An object, and where its bytes are or belong.
-
-    Attributes:
-        path: Of the bucket and the key, with a leading slash.
-        views: One after another; of bytes.
-    """
+    """An object, and where its bytes are or belong."""
 
     path: str
     views: Sequence[memoryview]
@@ -66,20 +61,12 @@ def _cut(views: Sequence[memoryview], size_bytes: int) -> Iterator[list[memoryvi
 
 
 def put_all(endpoint_url: str, shards: Sequence[RawShard], *, ca_file: str | None) -> None:
-    """One PUT a shard.
-
-    Raises:
-        StorageError: The server refused one.
-    """
+    """One PUT a shard."""
     _at_once(endpoint_url, [partial(_put, shard=shard) for shard in shards], ca_file=ca_file)
 
 
 def get_all(endpoint_url: str, shards: Sequence[RawShard], *, ca_file: str | None) -> None:
-    """One GET for each 8 MiB of each shard, received where it belongs.
-
-    Raises:
-        StorageError: The server refused one.
-    """
+    """One GET for each 8 MiB of each shard, received where it belongs."""
     asks = [
         partial(_get, path=shard.path, start=number * RANGE_BYTES, views=part)
         for shard in shards

@@ -74,12 +74,7 @@ class Scale:
 
 @dataclass(slots=True)
 class Cost:
-    """What one save cost.
-
-    Attributes:
-        cpu_seconds: Of the coordinator, by what it did.
-        sent_bytes: Between ranks, by what was sent.
-    """
+    """What one save cost."""
 
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -140,12 +135,7 @@ class Comparison:
 
 
 def compare(scale: Scale, *, tell: Callable[[str], object] = lambda _: None) -> Comparison:
-    """Measure both.
-
-    Args:
-        scale: Takes about half a second for each rank and 1,000 tensors.
-        tell: Told what is done.
-    """
+    """Measure both."""
     tell("torch plans and commits")
     torchs = _torchs(scale)
     tell("ours plans")

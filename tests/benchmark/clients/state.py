@@ -17,13 +17,7 @@ _PERIOD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a transformer; in float32, with two moments and a step for each parameter.
-
-    Attributes:
-        layers: How many.
-        hidden: Width.
-        vocabulary: Rows of the embedding.
-    """
+    """Of a transformer; in float32, with two moments and a step for each parameter."""
 
     layers: int
     hidden: int
@@ -75,11 +69,7 @@ def state_of(shape: Shape, *, filled: bool) -> dict[str, Any]:
 
 
 def require_loaded(state: dict[str, Any], shape: Shape) -> None:
-    """See that what was loaded are the known values, bit for bit.
-
-    Raises:
-        AssertionError: A tensor is another's, or not all of it.
-    """
+    """See that what was loaded are the known values, bit for bit."""
     moments = state["optim"]["state"]
     for number, (name, size) in enumerate(shape.parameters()):
         tensors = state["model"][name], moments[name]["exp_avg"], moments[name]["exp_avg_sq"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -35,29 +34,8 @@ _ALONE_SECONDS = 1.5
 _SAVES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Disturbed:
-    """Training, disturbed.
-
-    Attributes:
-        seconds: While a save was under way and the call was back.
-        steps: Of training, in these.
-        alone_steps_per_second: Without a save.
-        first_blocked_seconds: Until the first save came back, which is not counted otherwise.
-        blocked_seconds: And a later one, in the median.
-        saves: That were counted.
-    """
-
-    seconds: float
-    steps: int
-    alone_steps_per_second: float
-    first_blocked_seconds: float
-    blocked_seconds: float
-    saves: int
-
-
-def background_saves(url: str, options: Options, state: dict[str, Any]) -> tuple[float, float]:
-    """Seconds until `CheckpointManager.save` returns: the first time, and later, in the median."""
+def background_saves(url: str, options: Options, state: dict[str, Any]) -> dict[str, float]:
+    """Seconds until `CheckpointManager.save` returns: the first time, and later, in the median, as in `Measured`."""
     blocked = []
     with _saves(url, options, state, "manager") as save:
         for number in range(1 + _SAVES):
@@ -65,10 +43,14 @@ def background_saves(url: str, options: Options, state: dict[str, Any]) -> tuple
             done = save(number)
             blocked.append(time.monotonic() - began)
             done()
-    return blocked[0], statistics.median(blocked[1:])
+    return _blocked(blocked)
 
 
-def disturbed(url: str, options: Options, state: dict[str, Any], beside: Beside) -> Disturbed:
+def _blocked(seconds: Sequence[float]) -> dict[str, float]:
+    return {"first_blocked_seconds": seconds[0], "blocked_seconds": statistics.median(seconds[1:])}
+
+
+def disturbed(url: str, options: Options, state: dict[str, Any], beside: Beside) -> dict[str, float]:
     """Train alone, then while saves are under way, then alone again.
 
     The first save is not counted: it makes the staging memory, and the process that saves.
@@ -89,7 +71,8 @@ def disturbed(url: str, options: Options, state: dict[str, Any], beside: Beside)
             steps += _train_until(done, train)
             seconds += time.monotonic() - began
         alone = (alone + _steps_per_second(train)) / 2
-    return Disturbed(seconds, steps, alone, blocked[0], statistics.median(blocked[1:]), _SAVES)
+    steps_per_second = {"steps_per_second": steps / seconds, "alone_steps_per_second": alone}
+    return _blocked(blocked) | steps_per_second | {"wall_seconds": seconds, "saves": _SAVES}
 
 
 def _train_until(done: Callable[[], object], train: Callable[[], None]) -> int:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,8 +100,7 @@ def measure(task: Task) -> Measured:
     resident = _reset_peak()
     cpu = _cpu_seconds()
     began = time.monotonic()
-    blocked = 0.0, 0.0
-    training = None
+    figures: dict[str, Any] = {}
     match step.action:
         case "save" | "load" | "again":
             act = client.load if step.action == "load" else client.save
@@ -108,9 +108,9 @@ def measure(task: Task) -> Measured:
             with _spinning(step.beside):
                 act(url, state)
         case "background":
-            blocked = background_saves(task.url, task.options, state)
+            figures = background_saves(task.url, task.options, state)
         case "train":
-            training = disturbed(task.url, task.options, state, step.beside)
+            figures = disturbed(task.url, task.options, state, step.beside)
     _meet()
     wall = time.monotonic() - began
     cpu = _cpu_seconds() - cpu
@@ -118,17 +118,7 @@ def measure(task: Task) -> Measured:
     if step.action == "load":
         require_loaded(state, shape)
     found = Measured(wall_seconds=wall, cpu_seconds=cpu, state_bytes=size_bytes(state), above_state_bytes=above)
-    if training is not None:
-        return replace(
-            found,
-            wall_seconds=training.seconds,
-            first_blocked_seconds=training.first_blocked_seconds,
-            blocked_seconds=training.blocked_seconds,
-            steps_per_second=training.steps / training.seconds,
-            alone_steps_per_second=training.alone_steps_per_second,
-            saves=training.saves,
-        )
-    return replace(found, first_blocked_seconds=blocked[0], blocked_seconds=blocked[1])
+    return replace(found, **figures)
 
 
 @contextmanager

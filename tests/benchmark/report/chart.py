@@ -10,11 +10,7 @@ from tests.benchmark.report.rows import Results, Row, median
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write a PNG: a panel for each server, a pair of bars for each client on one rank.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Write a PNG: a panel for each server, a pair of bars for each client on one rank."""
     import matplotlib as mpl
 
     mpl.use("Agg")

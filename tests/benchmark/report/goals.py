@@ -23,7 +23,7 @@ from tests.benchmark.report.plan import (
     TRAINING,
     Beside,
 )
-from tests.benchmark.report.rows import Results, Row, median
+from tests.benchmark.report.rows import Results, Row, cpu_per_gib, median, wall
 
 # Default `memory_budget_bytes` of writer, reader and manager.
 _BUDGET_MIB = 256
@@ -64,16 +64,8 @@ def goals(results: Results) -> list[Goal]:
 
 def wall_of_better_peer(results: Results, section: str, action: str, ranks: int) -> float | None:
     """Return the seconds of the faster peer, at its best settings; None if none was measured."""
-    found = (median(results.select(section, peer, action, ranks=ranks), _wall) for peer in PEERS)
+    found = (median(results.select(section, peer, action, ranks=ranks), wall) for peer in PEERS)
     return min((seconds for seconds in found if seconds is not None), default=None)
-
-
-def _wall(row: Row) -> float:
-    return row.wall_seconds
-
-
-def _cpu_per_gib(row: Row) -> float:
-    return row.cpu_seconds_per_gib
 
 
 def _goal(
@@ -95,33 +87,33 @@ def _speed(results: Results) -> Iterator[Goal]:
         for ranks in (1, 2, 4):
             for action, times in (("save", 3.0), ("load", 4.0)):
                 peer = wall_of_better_peer(results, section, action, ranks)
-                own = median(results.select(section, OURS, action, ranks=ranks), _wall)
+                own = median(results.select(section, OURS, action, ranks=ranks), wall)
                 what = f"{section}, {ranks} rank{'s' * (ranks > 1)}: {action} faster than the better peer"
                 yield from _goal(what, peer, own, at_least=times)
 
 
 def _cpu(results: Results) -> Iterator[Goal]:
     for section, action, times in ((HTTP, "save", 1.5), (HTTP, "load", 2.0), (TLS, "save", 1.0), (TLS, "load", 1.5)):
-        own, raw = (median(results.select(section, client, action), _cpu_per_gib) for client in (OURS, RAW))
+        own, raw = (median(results.select(section, client, action), cpu_per_gib) for client in (OURS, RAW))
         yield from _goal(f"{section}: client CPU of a {action} over the raw socket's", own, raw, at_most=times)
 
 
 def _far(results: Results) -> Iterator[Goal]:
-    stock, own = (median(results.select(FAR, client, "load"), _wall) for client in (S3FS + BEST, OURS))
+    stock, own = (median(results.select(FAR, client, "load"), wall) for client in (S3FS + BEST, OURS))
     yield from _goal(f"{FAR}: load faster than FsspecReader", stock, own, at_least=8.0)
 
 
 def _busy(results: Results) -> Iterator[Goal]:
-    def wall(beside: Beside) -> float | None:
-        return median(results.select(BUSY, OURS, "again", beside=beside), _wall)
+    def second_save(beside: Beside) -> float | None:
+        return median(results.select(BUSY, OURS, "again", beside=beside), wall)
 
     what = "second save of a process: beside a busy Python thread over beside a busy process"
-    yield from _goal(what, wall("thread"), wall("process"), at_most=1.3)
+    yield from _goal(what, second_save("thread"), second_save("process"), at_most=1.3)
 
 
 def _blocked(results: Results) -> Iterator[Goal]:
     for section in (HTTP, FAR):
-        stock = median(results.select(section, S3FS + BEST, "save"), _wall)
+        stock = median(results.select(section, S3FS + BEST, "save"), wall)
         own = median(results.select(section, OURS, "background"), lambda row: row.blocked_seconds)
         what = f"{section}: seconds that a save blocks the main thread, FsspecWriter over ours in the background"
         yield from _goal(what, stock, own, at_least=54.0)

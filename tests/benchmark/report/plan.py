@@ -30,13 +30,7 @@ Beside: TypeAlias = Literal["nothing", "thread", "process", "manager"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One measurement, in fresh processes.
-
-    Attributes:
-        action: Action to measure.
-        ranks: Number of processes.
-        beside: Load on the machine meanwhile.
-    """
+    """One measurement, in fresh processes."""
 
     action: Action
     ranks: int = 1

@@ -64,11 +64,7 @@ def document(results: Results) -> str:
 
 
 def readme_part(results: Results) -> str:
-    """Return the part of the README between the two comments, these included: three figures and their conditions.
-
-    Raises:
-        InvalidArgumentError: A figure was not measured.
-    """
+    """Return the part of the README between the two comments, these included: three figures and their conditions."""
     seconds = {action: _median(results, TLS, OURS, action, "wall_seconds") for action in _ACTIONS}
     of_peer = {action: _measured(wall_of_better_peer(results, TLS, action, 1)) for action in _ACTIONS}
     above, *peers_above = (
@@ -108,11 +104,7 @@ def _measured(figure: float | None) -> float:
 
 
 def with_part(readme: str, part: str) -> str:
-    """Return the README with this part in place of the old one.
-
-    Raises:
-        InvalidArgumentError: The README has no such part.
-    """
+    """Return the README with this part in place of the old one."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -121,12 +113,7 @@ def with_part(readme: str, part: str) -> str:
 
 
 def files(results: Results) -> dict[str, bytes]:
-    """Return measurements, tables and chart, by file name.
-
-    Raises:
-        InvalidArgumentError: There are no measurements, or they are not of this benchmark.
-        ImportError: matplotlib is not installed.
-    """
+    """Return measurements, tables and chart, by file name."""
     if not results.rows:
         raise InvalidArgumentError("There is no measurement in it.")
     try:
@@ -139,12 +126,7 @@ def files(results: Results) -> dict[str, bytes]:
 
 
 def write(results: Results, folder: Path) -> None:
-    """Write measurements, tables and chart into a folder; none if one of them cannot be made.
-
-    Raises:
-        InvalidArgumentError: There are no measurements, or they are not of this benchmark.
-        ImportError: matplotlib is not installed.
-    """
+    """Write measurements, tables and chart into a folder; none if one of them cannot be made."""
     made = files(results)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in made.items():
@@ -152,12 +134,7 @@ def write(results: Results, folder: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    """Return the results that a run has written.
-
-    Raises:
-        InvalidArgumentError: The file holds something else.
-        OSError: The file cannot be read.
-    """
+    """Return the results that a run has written."""
     try:
         return Results.from_json(path.read_text(encoding="utf-8"))
     except _FOREIGN as error:

@@ -27,10 +27,10 @@ class Measured:
         saves: Number of saves; "train" only.
     """
 
-    wall_seconds: float
-    cpu_seconds: float
-    state_bytes: int
-    above_state_bytes: int
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    state_bytes: int = 0
+    above_state_bytes: int = 0
     first_blocked_seconds: float = 0.0
     blocked_seconds: float = 0.0
     steps_per_second: float = 0.0
@@ -39,8 +39,8 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Cost of a step on all ranks.
+class Row(Measured):
+    """Cost of a step on all ranks: sums of CPU and sizes, else the figure of the worst rank.
 
     Attributes:
         section: Name of a section of the plan.
@@ -49,15 +49,6 @@ class Row:
         ranks: Number of ranks.
         beside: One of `plan.Beside`.
         round: Number of the round, from 0.
-        wall_seconds: Seconds on the slowest rank.
-        cpu_seconds: CPU seconds of all ranks.
-        state_bytes: Size of the state of all ranks, in bytes.
-        above_state_bytes: `Measured.above_state_bytes` of the rank that needed most.
-        first_blocked_seconds: `Measured.first_blocked_seconds` of the slowest rank.
-        blocked_seconds: `Measured.blocked_seconds` of the slowest rank.
-        steps_per_second: `Measured.steps_per_second` of the slowest rank.
-        alone_steps_per_second: `Measured.alone_steps_per_second` of the slowest rank.
-        saves: `Measured.saves` of the slowest rank.
         requests: Number of requests that the server answered.
         sent_bytes: Bytes of bodies on the wire to the server.
         got_bytes: Bytes of bodies on the wire from the server.
@@ -71,15 +62,6 @@ class Row:
     ranks: int
     beside: str
     round: int
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    state_bytes: int = 0
-    above_state_bytes: int = 0
-    first_blocked_seconds: float = 0.0
-    blocked_seconds: float = 0.0
-    steps_per_second: float = 0.0
-    alone_steps_per_second: float = 0.0
-    saves: int = 0
     requests: int = 0
     sent_bytes: int = 0
     got_bytes: int = 0
@@ -94,12 +76,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Results of a run.
-
-    Attributes:
-        about: Machine, versions, date and duration in seconds: texts and numbers by name.
-        rows: Measurements.
-    """
+    """Results of a run."""
 
     about: dict[str, Any]
     rows: tuple[Row, ...]
@@ -132,10 +109,20 @@ class Results:
 
 
 def _told(row: Row) -> dict[str, Any]:
-    """Return the fields of a row that are not at their default."""
-    return {name: value for name, value in asdict(row).items() if value or name == "round"}
+    """Return the fields of a row that are not at their default, the step first."""
+    fields = asdict(row)
+    step = {name: fields[name] for name in ("section", "client", "action", "ranks", "beside", "round")}
+    return step | {name: value for name, value in fields.items() if value and name not in step}
 
 
 def median(rows: Sequence[Row], figure: Callable[[Row], float]) -> float | None:
     """Return the median of a figure over the rounds; None if there are none."""
     return statistics.median(map(figure, rows)) if rows else None
+
+
+def wall(row: Row) -> float:
+    return row.wall_seconds
+
+
+def cpu_per_gib(row: Row) -> float:
+    return row.cpu_seconds_per_gib

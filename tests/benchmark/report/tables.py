@@ -19,7 +19,7 @@ from tests.benchmark.report.plan import (
     TRAINING,
     Beside,
 )
-from tests.benchmark.report.rows import Results, Row, median
+from tests.benchmark.report.rows import Results, Row, cpu_per_gib, median, wall
 
 _NOTHING = "–"
 
@@ -112,12 +112,12 @@ def _cells(results: Results, section: str, ranks: int, client: str) -> dict[str,
     )
     background = results.select(section, client, "background", ranks=ranks)
     # Ours returns early; a save of the others blocks as long as it takes.
-    waits = median(background, lambda row: row.blocked_seconds) if client == OURS else median(both[0], _wall)
+    waits = median(background, lambda row: row.blocked_seconds) if client == OURS else median(both[0], wall)
     values = (
         str(ranks),
         client,
-        *(_against(one, mine, _wall) for one, mine in zip(both, own, strict=True)),
-        *(_against(one, base, _cpu) for one, base in zip(both, raw, strict=True)),
+        *(_against(one, mine, wall) for one, mine in zip(both, own, strict=True)),
+        *(_against(one, base, cpu_per_gib) for one, base in zip(both, raw, strict=True)),
         _pair(both, lambda row: row.server_cpu_seconds / (row.state_bytes / GiB), "{:.2f}".format),
         _pair(both, lambda row: row.above_state_bytes, lambda value: human_bytes(int(value))),
         _pair(both, lambda row: row.requests, "{:.0f}".format),
@@ -127,14 +127,6 @@ def _cells(results: Results, section: str, ranks: int, client: str) -> dict[str,
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def _wall(row: Row) -> float:
-    return row.wall_seconds
-
-
-def _cpu(row: Row) -> float:
-    return row.cpu_seconds_per_gib
-
-
 def _wire_bytes_per_byte(row: Row) -> float:
     return (row.sent_bytes if row.action == "save" else row.got_bytes) / row.state_bytes
 
@@ -142,7 +134,7 @@ def _wire_bytes_per_byte(row: Row) -> float:
 def _against(rows: Sequence[Row], base: Sequence[Row], figure: Callable[[Row], float]) -> str:
     value, other = median(rows, figure), median(base, figure)
     if value is None:
-        return "failed" if figure is _wall else _NOTHING
+        return "failed" if figure is wall else _NOTHING
     return f"{value:.2f} ({value / other:.1f} ×)" if other and rows != base else f"{value:.2f}"
 
 
@@ -160,7 +152,7 @@ def busy_table(results: Results) -> str:
     for name, place in zip(("nothing", "another process", "a thread of the same process"), places, strict=True):
         found = [results.select(BUSY, OURS, action, beside=place) for action in saves]
         if any(found):
-            rows.append((name, *(_against(one, base, _wall) for one, base in zip(found, bases, strict=True))))
+            rows.append((name, *(_against(one, base, wall) for one, base in zip(found, bases, strict=True))))
     titles = ("the loop runs in", "first save of a process, s (× beside another process)", "second save, s")
     return "A save beside a loop of pure Python that never waits.\n\n" + _table(titles, rows)
 

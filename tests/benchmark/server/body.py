@@ -5,7 +5,6 @@ It is read where it belongs, without a copy, once its operation asks for it; wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Protocol
 
@@ -144,10 +143,9 @@ class Body:
             the connection ends with the answer.
     """
 
-    def __init__(self, wire: Wire, request: Request, halfway: Callable[[], None]) -> None:
+    def __init__(self, wire: Wire, request: Request) -> None:
         headers = request.headers
         self._wire = wire
-        self._halfway = halfway
         self._trailers: dict[str, str] | None = None
         self.unwanted = headers.get("expect", "").lower() == "100-continue"
         chunked = "chunked" in headers.get("transfer-encoding", "").lower()
@@ -171,13 +169,8 @@ class Body:
         return self._size_bytes
 
     def read_into(self, view: memoryview) -> None:
-        """Fill the view; a fault of this request's strikes in the middle."""
+        """Fill the view."""
         self._welcome()
-        if len(view) > 1:
-            half = len(view) // 2
-            self._source.read_into(view[:half])
-            self._halfway()
-            view = view[half:]
         self._source.read_into(view)
 
     def read_document(self) -> bytes:

@@ -12,9 +12,6 @@ def make_certificates(folder: Path) -> tuple[Path, Path]:
     """An authority of an hour's standing, and a certificate for this machine: two files.
 
     Not one that signs itself: clients in Rust do not take an authority's certificate for a server's.
-
-    Raises:
-        InvalidArgumentError: There is no `openssl` command, or it is older than 3.0.
     """
     authority, authority_key, chain = folder / "authority.pem", folder / "authority-key.pem", folder / "server.pem"
     key: list[str | Path] = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]

@@ -19,11 +19,7 @@ Digest: TypeAlias = Callable[[memoryview], bytes]
 
 
 def load_digests() -> dict[str, Digest]:
-    """What the bytes of a body are compared with, by name.
-
-    Raises:
-        InvalidArgumentError: awscrt is not installed: CRC64NVME in Python itself would take a minute a GiB.
-    """
+    """What the bytes of a body are compared with, by name."""
     try:
         checksums = import_module("awscrt.checksums")
     except ImportError as error:
@@ -43,24 +39,14 @@ def load_digests() -> dict[str, Digest]:
     }
 
 
-def md5(body: memoryview) -> bytes:
-    """Which S3 once took for ETags."""
-    return hashlib.md5(body, usedforsecurity=False).digest()
-
-
 def told_checksums(headers: Mapping[str, str]) -> dict[str, str]:
     """Those that came with a body, by name and in base64; `headers` hold its trailers, too."""
     return {name: headers[header] for name in NAMES if (header := f"x-amz-checksum-{name}") in headers}
 
 
 def require_checksums(headers: Mapping[str, str], body: memoryview, digests: Mapping[str, Digest]) -> None:
-    """Compare a body with what its headers and trailers tell of it.
-
-    Raises:
-        S3Error: BadDigest, one of them is another's.
-    """
+    """Compare a body with what its headers and trailers tell of it."""
     expected = [(name, value, digests[name]) for name, value in told_checksums(headers).items()]
-    expected += [("md5", headers["content-md5"], md5)] if "content-md5" in headers else []
     for name, value, digest in expected:
         if base64.b64encode(digest(body)).decode() != value:
             message = f"The {name} that you specified did not match the body."

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from http import HTTPStatus
 
 from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark.server.body import Body
-from tests.benchmark.server.objects import Object
 from tests.benchmark.server.reply import Reply, error_reply
 from tests.benchmark.server.request import Request, S3Error, operation_of, parse_head
 from tests.benchmark.server.service import Service
-from tests.benchmark.server.shape import Fault, Shape
 from tests.benchmark.server.wire import GoneError, Wire
 
 
@@ -28,7 +25,6 @@ class Connection:
         self._service = service
         self._wire = wire
         self._counted = False
-        self._fault: Fault | None = None
 
     def serve(self) -> None:
         """Answer until the client has no more to ask."""
@@ -54,13 +50,13 @@ class Connection:
         if not self._counted:
             self._counted = True
             self._service.counter.connection()
-        shape, fates = self._service.shape
+        shape, slow_downs = self._service.shape
         self._wire.pace(shape.bandwidth_bytes_per_second)
-        self._fault = fates.draw(f"{request.bucket}/{request.key}")
+        is_slowed = slow_downs.draw(f"{request.bucket}/{request.key}")
         operation = operation_of(request)
         try:
-            body = Body(self._wire, request, lambda: self._halfway(shape))
-            reply = self._reply(operation, request, body)
+            body = Body(self._wire, request)
+            reply = self._reply(operation, request, body, is_slowed=is_slowed)
         except OSError:
             self._service.counter.request(request.method, operation, "cut", bytes_in=self._wire.bytes_in, bytes_out=0)
             raise
@@ -73,7 +69,7 @@ class Connection:
                 request.method, operation, str(int(reply.status)), bytes_in=self._wire.bytes_in, bytes_out=size_bytes
             )
             try:
-                self._send_reply(request.method, reply, close=close, halfway=lambda: self._halfway(shape))
+                self._send_reply(request.method, reply, close=close)
             finally:
                 if self._wire.bytes_out < size_bytes:
                     self._service.counter.unsent(request.method, size_bytes - self._wire.bytes_out)
@@ -82,11 +78,11 @@ class Connection:
                 self._service.objects.release(reply.content.pieces)
         return not close
 
-    def _reply(self, operation: str, request: Request, body: Body) -> Reply:
+    def _reply(self, operation: str, request: Request, body: Body, *, is_slowed: bool) -> Reply:
         """The answer, once all of the body has come that will."""
         try:
-            if self._fault is Fault.SLOW_DOWN:
-                self._service.counter.fault(Fault.SLOW_DOWN)
+            if is_slowed:
+                self._service.counter.slow_down()
                 raise S3Error(HTTPStatus.SERVICE_UNAVAILABLE, "SlowDown", "Please reduce your request rate.")
             reply = self._service.operations.carry_out(operation, request, body)
         except S3Error as error:
@@ -98,46 +94,21 @@ class Connection:
             raise GoneError("The body does not end where it says.") from error
         return reply
 
-    def _halfway(self, shape: Shape) -> None:
-        """In the middle of a body: what was to become of this request becomes of it now."""
-        fault, self._fault = self._fault, None
-        if fault is Fault.RESET:
-            self._service.counter.fault(fault)
-            self._wire.reset()
-            raise GoneError("A fault.")
-        if fault is Fault.STALL:
-            self._service.counter.fault(fault)
-            time.sleep(shape.stall_seconds)
-
-    def _send_reply(
-        self, method: str, reply: Reply, *, close: bool, halfway: Callable[[], None] = lambda: None
-    ) -> None:
+    def _send_reply(self, method: str, reply: Reply, *, close: bool) -> None:
         head = reply.head(method, now_seconds=self._service.objects.now_seconds(), close=close)
         size_bytes = reply.body_bytes(method)
-        half = size_bytes // 2 if self._fault is not None and size_bytes > 1 else 0
         if not size_bytes:
             self._wire.send(head)
         elif reply.content is not None:
             self._wire.send(head, more=True)
-            if half:
-                self._send_content(reply.content, reply.start, half)
-                halfway()
-            self._send_content(reply.content, reply.start + half, size_bytes - half)
-        elif half:
-            self._wire.send(head + reply.body[:half], body_bytes=half)
-            halfway()
-            self._wire.send(reply.body[half:], body_bytes=size_bytes - half)
+            for span in reply.content.spans(reply.start, size_bytes):
+                self._wire.send_span(span)
         else:
             self._wire.send(head + reply.body, body_bytes=size_bytes)
 
-    def _send_content(self, content: Object, start: int, size_bytes: int) -> None:
-        for span in content.spans(start, size_bytes):
-            self._wire.send_span(span)
-
     def _answer_admin(self, request: Request) -> bool:
         self._wire.pace(None)
-        self._fault = None
-        body = Body(self._wire, request, lambda: None)
+        body = Body(self._wire, request)
         document = body.read_document()
         try:
             answer = self._service.administer(f"{request.method} {request.path}", document)

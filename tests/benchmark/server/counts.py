@@ -8,8 +8,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.benchmark.server.shape import Fault
-
 
 @dataclass(frozen=True, slots=True)
 class Tally:
@@ -19,8 +17,7 @@ class Tally:
         requests: Whose head arrived.
         body_bytes_in: As they came over the wire: the frames of chunks and their trailers included, heads not.
         body_bytes_out: Of answers, heads not.
-        statuses: Requests by the status that they were answered with; "cut" for those that were not: the client went,
-            or the connection was reset by a fault.
+        statuses: Requests by the status that they were answered with; "cut" for those that were not: the client went.
     """
 
     requests: int = 0
@@ -38,9 +35,7 @@ class Counts:
         methods: The same by method.
         operations: Requests by S3's names for them.
         connections: On which there was a request. Those that came before a reset are not counted again.
-        slow_downs: Answers 503 by a fault.
-        resets: Connections reset by a fault.
-        stalls: Bodies stalled by a fault.
+        slow_downs: Answers 503 by the shape.
         server_cpu_seconds: User and system, of the process and its children.
     """
 
@@ -49,8 +44,6 @@ class Counts:
     operations: Mapping[str, int]
     connections: int
     slow_downs: int
-    resets: int
-    stalls: int
     server_cpu_seconds: float
 
 
@@ -73,7 +66,7 @@ class Counter:
         self._methods: dict[str, Tally] = {}
         self._operations: dict[str, int] = {}
         self._connections = 0
-        self._faults = dict.fromkeys(Fault, 0)
+        self._slow_downs = 0
         self._cpu_seconds = _cpu_seconds()
 
     def reset(self) -> None:
@@ -86,10 +79,10 @@ class Counter:
         with self._lock:
             self._connections += 1
 
-    def fault(self, fault: Fault) -> None:
-        """One that struck."""
+    def slow_down(self) -> None:
+        """One more answer 503 by the shape."""
         with self._lock:
-            self._faults[fault] += 1
+            self._slow_downs += 1
 
     def request(self, method: str, operation: str, status: str, *, bytes_in: int, bytes_out: int) -> None:
         """One more, with all bytes that its answer has: it is counted before they leave."""
@@ -113,9 +106,7 @@ class Counter:
                 methods=dict(self._methods),
                 operations=dict(self._operations),
                 connections=self._connections,
-                slow_downs=self._faults[Fault.SLOW_DOWN],
-                resets=self._faults[Fault.RESET],
-                stalls=self._faults[Fault.STALL],
+                slow_downs=self._slow_downs,
                 server_cpu_seconds=_cpu_seconds() - self._cpu_seconds,
             )
 

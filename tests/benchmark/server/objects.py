@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
@@ -66,7 +66,6 @@ class Part:
 
     piece: Piece
     etag: str
-    modified_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +229,9 @@ class Objects:
         with self._lock:
             parts = self._upload(bucket, key, upload_id).parts
             there = parts.get(number)
-            parts[number] = replace(part, modified_seconds=self._now())
+            parts[number] = part
         if there is not None:
             self.release([there.piece])
-
-    def parts(self, bucket: str, key: str, upload_id: str) -> list[tuple[int, Part]]:
-        """All that were put, by their numbers."""
-        with self._lock:
-            return sorted(self._upload(bucket, key, upload_id).parts.items())
 
     def abort(self, bucket: str, key: str, upload_id: str) -> None:
         """Forget an upload and its parts."""
@@ -253,8 +247,6 @@ class Objects:
         upload_id: str,
         wanted: Sequence[tuple[int, str]],
         conditions: Conditions,
-        *,
-        etag: Callable[[Sequence[Part]], str],
     ) -> Object:
         """Make an object of the parts that are named; nothing is copied, and the other parts are let go."""
         with self._lock:
@@ -264,9 +256,8 @@ class Objects:
             there = objects.get(key)
             conditions.require_for_put(key, there.etag if there is not None else None)
             del self._uploads[upload_id]
-            new = objects[key] = Object(
-                tuple(part.piece for part in parts), etag(parts), self._now(), upload.headers, {}
-            )
+            pieces = tuple(part.piece for part in parts)
+            new = objects[key] = Object(pieces, self.new_etag(), self._now(), upload.headers, {})
         used = {id(part) for part in parts}
         self.release(part.piece for part in upload.parts.values() if id(part) not in used)
         if there is not None:

@@ -6,7 +6,7 @@ Bodies go into the file before the objects know of them, so what is cut off in t
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from email.utils import formatdate
 from http import HTTPStatus
@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from xml.etree import ElementTree as ET
 
 from tests.benchmark.server.body import Body
-from tests.benchmark.server.checksums import Digest, md5, require_checksums, told_checksums
+from tests.benchmark.server.checksums import Digest, require_checksums, told_checksums
 from tests.benchmark.server.objects import Object, Objects, Part, Piece, Upload
 from tests.benchmark.server.reply import Reply, document, iso, leaf, tag
 from tests.benchmark.server.request import Request, S3Error, asked_range
@@ -32,11 +32,10 @@ _KEPT_HEADERS = ("content-type", "content-encoding", "content-disposition", "con
 class Operations:
     """What each operation does; the connection brings its body in, and takes its answer out."""
 
-    def __init__(self, space: Space, objects: Objects, *, digests: Mapping[str, Digest], md5_etags: bool) -> None:
+    def __init__(self, space: Space, objects: Objects, *, digests: Mapping[str, Digest]) -> None:
         self._space = space
         self._objects = objects
         self._digests = digests
-        self._md5_etags = md5_etags
         self._by_name: Mapping[str, Callable[[Request, Body], Reply]] = {
             "CreateBucket": self._create_bucket,
             "HeadBucket": self._head_bucket,
@@ -50,17 +49,12 @@ class Operations:
             "DeleteObject": self._delete_object,
             "CreateMultipartUpload": self._create_multipart_upload,
             "UploadPart": self._upload_part,
-            "ListParts": self._list_parts,
             "CompleteMultipartUpload": self._complete_multipart_upload,
             "AbortMultipartUpload": self._abort_multipart_upload,
         }
 
     def carry_out(self, operation: str, request: Request, body: Body) -> Reply:
-        """Answer a request.
-
-        Raises:
-            S3Error: With an error.
-        """
+        """Answer a request."""
         act = self._by_name.get(operation)
         if act is None:
             asked = f"{request.method} {request.path} {sorted(request.query)}"
@@ -144,11 +138,10 @@ class Operations:
             view = self._space.view[extent.start : extent.start + size_bytes]
             body.read_into(view)
             checksums = self._checksums(request, body, view)
-            etag = md5(view).hex() if self._md5_etags else self._objects.new_etag()
         except BaseException:
             self._space.drop(extent)
             raise
-        return Piece(extent, size_bytes), etag, checksums
+        return Piece(extent, size_bytes), self._objects.new_etag(), checksums
 
     def _checksums(self, request: Request, body: Body, view: memoryview) -> dict[str, str]:
         """The checksums of a request, head and trailers; compared with its body if the server verifies."""
@@ -162,9 +155,10 @@ class Operations:
         bucket, _, key = source.partition("/")
         there = self._objects.get(bucket, key)
         kept = request.headers.get("x-amz-metadata-directive", "COPY") == "COPY"
-        etag = there.etag if self._md5_etags else self._objects.new_etag()
         try:
-            copy = replace(there, etag=etag, headers=there.headers if kept else _kept_headers(request))
+            copy = replace(
+                there, etag=self._objects.new_etag(), headers=there.headers if kept else _kept_headers(request)
+            )
             copy = self._objects.put(request.bucket, request.key, copy, request.conditions)
         except BaseException:
             self._objects.release(there.pieces)
@@ -231,21 +225,12 @@ class Operations:
         self._objects.require_upload(request.bucket, request.key, upload_id)
         piece, etag, checksums = self._receive(request, body)
         try:
-            self._objects.put_part(request.bucket, request.key, upload_id, int(asked), Part(piece, etag, 0.0))
+            self._objects.put_part(request.bucket, request.key, upload_id, int(asked), Part(piece, etag))
         except BaseException:
             self._space.drop(piece.extent)
             raise
         told = {f"x-amz-checksum-{name}": value for name, value in checksums.items()}
         return Reply(headers={"ETag": f'"{etag}"', **told})
-
-    def _list_parts(self, request: Request, body: Body) -> Reply:
-        inside = [leaf("Bucket", request.bucket), leaf("Key", request.key)]
-        inside += [leaf("UploadId", request.query["uploadId"]), leaf("IsTruncated", "false")]
-        for number, part in self._objects.parts(request.bucket, request.key, request.query["uploadId"]):
-            named = (leaf("PartNumber", number), leaf("LastModified", iso(part.modified_seconds)))
-            told = (leaf("ETag", f'"{part.etag}"'), leaf("Size", part.piece.size_bytes))
-            inside.append(tag("Part", *named, *told))
-        return document("ListPartsResult", *inside)
 
     def _complete_multipart_upload(self, request: Request, body: Body) -> Reply:
         sent = body.read_document()
@@ -257,14 +242,7 @@ class Operations:
                 raise S3Error(HTTPStatus.BAD_REQUEST, "MalformedXML", "PartNumber")
             wanted.append((int(number), etag.strip().strip('"')))
 
-        def etag_of(parts: Sequence[Part]) -> str:
-            if not self._md5_etags:
-                return self._objects.new_etag()
-            return f"{md5(memoryview(b''.join(bytes.fromhex(part.etag) for part in parts))).hex()}-{len(parts)}"
-
-        new = self._objects.complete(
-            request.bucket, request.key, request.query["uploadId"], wanted, request.conditions, etag=etag_of
-        )
+        new = self._objects.complete(request.bucket, request.key, request.query["uploadId"], wanted, request.conditions)
         named = (leaf("Bucket", request.bucket), leaf("Key", request.key), leaf("ETag", f'"{new.etag}"'))
         return document("CompleteMultipartUploadResult", leaf("Location", request.path), *named)
 

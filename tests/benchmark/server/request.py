@@ -12,34 +12,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import parse_qsl, unquote
 
-# Questions that S3 knows and this server does not: to pass them by would answer another question.
-_UNKNOWN_QUERIES = frozenset(
-    [
-        "accelerate",
-        "acl",
-        "attributes",
-        "cors",
-        "encryption",
-        "legal-hold",
-        "lifecycle",
-        "logging",
-        "notification",
-        "object-lock",
-        "policy",
-        "replication",
-        "requestPayment",
-        "restore",
-        "retention",
-        "select",
-        "tagging",
-        "torrent",
-        "uploads",
-        "versionId",
-        "versioning",
-        "versions",
-        "website",
-    ]
-)
+# Other questions are refused: to pass them by would answer another question.
+_LISTING = {"list-type", "prefix", "delimiter", "max-keys", "start-after", "continuation-token", "encoding-type"}
+_SIGNATURE = {"AWSAccessKeyId", "Signature", "Expires"}  # and names that begin with X-Amz-
+_KNOWN_QUERIES = _LISTING | _SIGNATURE | {"delete", "location", "uploads", "uploadId", "partNumber", "x-id"}
 
 
 class S3Error(Exception):
@@ -65,11 +41,7 @@ class Conditions:
     none_match: str | None
 
     def require_for_put(self, key: str, etag: str | None) -> None:
-        """Refuse to put over the object with this ETag, None for an absent one.
-
-        Raises:
-            S3Error: As S3 does: 412, and 404 where a certain version is to be replaced and there is none at all.
-        """
+        """Refuse to put over the object with this ETag, None for an absent one."""
         if self.match is not None and etag is None:
             raise no_such_key(key)
         if self.match is not None and self.match not in ("*", etag):
@@ -78,11 +50,7 @@ class Conditions:
             raise S3Error(HTTPStatus.PRECONDITION_FAILED, "PreconditionFailed", "If-None-Match: it is there.")
 
     def require_for_get(self, etag: str) -> None:
-        """Refuse to send the object with this ETag.
-
-        Raises:
-            S3Error: 412, or 304 where the client has this version.
-        """
+        """Refuse to send the object with this ETag."""
         if self.match is not None and self.match not in ("*", etag):
             raise S3Error(HTTPStatus.PRECONDITION_FAILED, "PreconditionFailed", "If-Match names another version.")
         if self.none_match is not None and self.none_match in ("*", etag):
@@ -112,11 +80,7 @@ class Request:
 
 
 def parse_head(head: bytes) -> Request:
-    """Read a head, without the empty line at its end. The bucket is that of the path, or of a `.localhost` name.
-
-    Raises:
-        S3Error: It is no request of HTTP.
-    """
+    """Read a head, without the empty line at its end. The bucket is that of the path, or of a `.localhost` name."""
     lines = head.decode("latin-1").split("\r\n")
     try:
         method, target, protocol = lines[0].split(" ")
@@ -144,7 +108,8 @@ def parse_head(head: bytes) -> Request:
 def operation_of(request: Request) -> str:
     """S3's name for what is asked, or "NotImplemented"."""
     query = request.query
-    if not _UNKNOWN_QUERIES.isdisjoint(query) and not (request.method == "POST" and "uploads" in query):
+    unknown = [name for name in query if name not in _KNOWN_QUERIES and not name.lower().startswith("x-amz-")]
+    if unknown or ("uploads" in query and request.method != "POST"):
         return "NotImplemented"
     if not request.bucket:
         return "NotImplemented"
@@ -156,7 +121,7 @@ def operation_of(request: Request) -> str:
         return "CopyObject" if "x-amz-copy-source" in request.headers else "PutObject"
     if request.method == "DELETE" and "if-match" in request.headers:
         return "NotImplemented"
-    of_upload = {"GET": "ListParts", "DELETE": "AbortMultipartUpload", "POST": "CompleteMultipartUpload"}
+    of_upload = {"DELETE": "AbortMultipartUpload", "POST": "CompleteMultipartUpload"}
     if "uploadId" in query:
         return of_upload.get(request.method, "NotImplemented")
     if request.method == "POST":
@@ -179,11 +144,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 def asked_range(header: str | None, size_bytes: int) -> range | None:
-    """The bytes that a Range asks for; None for all (as also where the header is not understood).
-
-    Raises:
-        S3Error: 416, nothing of it is there.
-    """
+    """The bytes that a Range asks for; None for all (as also where the header is not understood)."""
     found = _RANGE.fullmatch(header.strip()) if header is not None else None
     if found is None or found.groups() == ("", ""):
         return None

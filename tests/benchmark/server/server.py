@@ -13,8 +13,7 @@ What it is not: it checks no signature and knows no versions, grants or regions.
 on the loopback interface unless told otherwise, and what it does not know it answers with 501. All that it holds is
 lost with the process.
 
-By hand: `python -m tests.benchmark.server.server --bytes 4GiB` prints one line of JSON, and ends when its
-standard input does.
+By hand: `python -m tests.benchmark.server.server` prints one line of JSON, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import argparse
 import http.client
 import json
 import os
-import re
 import selectors
 import shutil
 import signal
@@ -42,7 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from dcp_remote.common.units import GiB, MiB
+from dcp_remote.common.units import GiB
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from tests.benchmark.server.certificates import make_certificates
 from tests.benchmark.server.connection import Connection
@@ -134,7 +132,6 @@ def bench_server(
     folder: Path | None = None,
     tls: bool = False,
     verify: bool = False,
-    md5: bool = False,
     buckets: Sequence[str] = ("bench",),
     shape: Shape | None = None,
 ) -> Iterator[BenchServer]:
@@ -147,16 +144,12 @@ def bench_server(
         folder: Where they lie; by default shared memory.
         tls: https, with certificates made for this server; needs the `openssl` command.
         verify: Refuse bodies whose checksum is wrong; needs awscrt.
-        md5: ETags are MD5s, as S3's were; 1.5 CPU seconds a GiB of the server's.
         buckets: Made at the start.
         shape: How it behaves; by default as fast as it can, without faults.
-
-    Raises:
-        InvalidArgumentError: There is no room, or something that was asked for is not installed.
     """
     command = [sys.executable, "-m", "tests.benchmark.server.server", "--bytes", str(size_bytes)]
     command += ["--folder", str(folder)] if folder is not None else []
-    command += [flag for flag, wanted in (("--tls", tls), ("--verify", verify), ("--md5", md5)) if wanted]
+    command += [flag for flag, wanted in (("--tls", tls), ("--verify", verify)) if wanted]
     command += [argument for bucket in buckets for argument in ("--bucket", bucket)]
     command += ["--shape", json.dumps(asdict(shape))] if shape is not None else []
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # our own words
@@ -215,11 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmark.server.server", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--bytes", type=_parse_size, default=GiB, help="room for bodies, like 4GiB; taken at once")
+    parser.add_argument("--bytes", type=int, default=GiB, help="room for bodies; taken at once")
     parser.add_argument("--folder", type=Path, default=_default_folder(), help="where the file lies; shared memory")
     parser.add_argument("--tls", action="store_true", help="https, with certificates that are made at the start")
     parser.add_argument("--verify", action="store_true", help="refuse bodies whose checksum is wrong; needs awscrt")
-    parser.add_argument("--md5", action="store_true", help="ETags are MD5s, which cost the server CPU")
     parser.add_argument("--bucket", action="append", default=[], help="made at the start; may be repeated")
     parser.add_argument("--address", default="127.0.0.1", help="where it listens; by default on the loopback interface")
     parser.add_argument("--port", type=int, default=0, help="at which it listens; by default any free one")
@@ -252,7 +244,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             folder=options.folder,
             size_bytes=options.bytes,
             verify=options.verify,
-            md5=options.md5,
             buckets=options.bucket,
             shape=parse_shape(options.shape),
         )
@@ -269,13 +260,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _tell(**values: object) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
-
-
-def _parse_size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(MiB|GiB|)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"not a size like 512MiB, 4GiB or 1048576: {text}")
-    return int(found[1]) * {"": 1, "MiB": MiB, "GiB": GiB}[found[2]]
 
 
 def _default_folder() -> Path:

@@ -11,38 +11,24 @@ from tests.benchmark.server.checksums import load_digests
 from tests.benchmark.server.counts import Counter
 from tests.benchmark.server.objects import Objects
 from tests.benchmark.server.operations import Operations
-from tests.benchmark.server.shape import Fates, Shape, parse_shape
+from tests.benchmark.server.shape import Shape, SlowDowns, parse_shape
 from tests.benchmark.server.space import Space
 
 
 class Service:
-    """One store, as it behaves at the moment.
+    """One store, as it behaves at the moment."""
 
-    Attributes:
-        space: Where bodies lie.
-        objects: What lies under which key.
-        operations: What becomes of requests.
-        shape: How it behaves, and which requests fail. Of one mind: read together, replaced together.
-        counter: What was asked.
-    """
-
-    def __init__(
-        self, *, folder: Path, size_bytes: int, verify: bool, md5: bool, buckets: Iterable[str], shape: Shape
-    ) -> None:
+    def __init__(self, *, folder: Path, size_bytes: int, verify: bool, buckets: Iterable[str], shape: Shape) -> None:
         digests = load_digests() if verify else {}
         self.space = Space(folder, size_bytes)
         self.objects = Objects(self.space, buckets=buckets)
-        self.operations = Operations(self.space, self.objects, digests=digests, md5_etags=md5)
-        self.shape = (shape, Fates(shape))
+        self.operations = Operations(self.space, self.objects, digests=digests)
+        self.shape = (shape, SlowDowns(shape))
         # Last: what it took to start is nobody's request.
         self.counter = Counter()
 
     def administer(self, asked: str, document: bytes) -> Mapping[str, object]:
-        """What is asked below `/-/`.
-
-        Raises:
-            InvalidArgumentError: It is none of that, or the shape is none.
-        """
+        """What is asked below `/-/`."""
         match asked:
             case "GET /-/counts":
                 return asdict(self.counter.counts())
@@ -52,7 +38,7 @@ class Service:
                 self.objects.clear()
             case "POST /-/shape":
                 shape = parse_shape(document)
-                self.shape = (shape, Fates(shape))
+                self.shape = (shape, SlowDowns(shape))
             case _:
                 raise InvalidArgumentError(
                     "Known are GET /-/counts, POST /-/reset, POST /-/clear and POST /-/shape.", asked=asked

@@ -47,13 +47,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some bytes of an extent.
-
-    Attributes:
-        extent: That they lie in.
-        start: Offset in the file.
-        size_bytes: How many.
-    """
+    """Some bytes of an extent."""
 
     extent: Extent
     start: int
@@ -96,11 +90,7 @@ class Space:
         self._on_the_way: set[Extent] = set()
 
     def take(self, size_bytes: int) -> Extent:
-        """Find room; the lowest, whose pages are warm.
-
-        Raises:
-            NoRoomError: There is none, not even where fresh pages are put under what is on the way.
-        """
+        """Find room; the lowest, whose pages are warm."""
         rounded = -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         with self._lock:
             found = self._first_fit(rounded)

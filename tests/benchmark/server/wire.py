@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import struct
 
 from dcp_remote.common.units import GiB, MiB
 from tests.benchmark.server.shape import Pacer
@@ -67,10 +66,6 @@ class Wire:
         """End the connection."""
         self._arrived()
         self._socket.close()
-
-    def reset(self) -> None:
-        """Have closing send a reset, and forget what lies in the kernel's buffers."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def pace(self, bytes_per_second: float | None) -> None:
         """Keep to a bandwidth in each direction from now on; None for all there is."""

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
+from tests.support.clouds import is_direct
+
+__all__ = ["RangeServer", "is_direct", "range_server"]
+
 _HEADERS = 'Last-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\nETag: "abc"\r\n'
 
 
@@ -20,6 +24,7 @@ class RangeServer:
         data: Content of the object.
         context: TLS settings for https; None for http.
         closes: Whether to announce `Connection: close` and close each connection after its answer.
+        answers_max: Number of answers after which a connection is closed without notice.
         cut: Function of a request's target that returns how many bytes of the body to send before the connection is
             reset; None for all of them, -1 for a reset without an answer.
 
@@ -30,11 +35,17 @@ class RangeServer:
     """
 
     def __init__(
-        self, data: bytes, context: ssl.SSLContext | None, *, closes: bool, cut: Callable[[str], int | None]
+        self,
+        data: bytes,
+        context: ssl.SSLContext | None,
+        *,
+        closes: bool,
+        answers_max: int,
+        cut: Callable[[str], int | None],
     ) -> None:
         self._data = data
         self._context = context
-        self._closes = closes
+        self._closes, self._answers_max = closes, answers_max
         self._cut = cut
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -81,8 +92,9 @@ class RangeServer:
             if self._context is not None:
                 connection = self._context.wrap_socket(connection, server_side=True)
             with connection, connection.makefile("rb") as file:
-                while self._answer(connection, file) and not self._closes:
-                    pass
+                for _ in range(self._answers_max):
+                    if not self._answer(connection, file) or self._closes:
+                        break
 
     def _answer(self, connection: socket.socket, file: BinaryIO) -> bool:
         lines: list[str] = []
@@ -119,17 +131,13 @@ def range_server(
     *,
     context: ssl.SSLContext | None = None,
     closes: bool = False,
+    answers_max: int = 1_000_000,
     cut: Callable[[str], int | None] = lambda _: None,
 ) -> Iterator[RangeServer]:
     """Run a server while the block runs."""
-    server = RangeServer(data, context, closes=closes, cut=cut)
+    server = RangeServer(data, context, closes=closes, answers_max=answers_max, cut=cut)
     server.start()
     try:
         yield server
     finally:
         server.stop()
-
-
-def is_direct(target: str) -> bool:
-    """Return whether a request is signed in its URL, and not in a header as obstore signs."""
-    return "X-Amz-Signature" in target

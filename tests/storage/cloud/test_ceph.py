@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import http.client
-import itertools
-import os
-import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,7 +22,6 @@ from dcp_remote.errors import (
     CommitConflictError,
     ConditionFailedError,
     CorruptCheckpointError,
-    InvalidArgumentError,
     PermissionDeniedError,
     StorageError,
     TransientStorageError,
@@ -41,11 +33,8 @@ from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
 from tests.run.test_commit import body as manifest_body
-from tests.support import ceph as ceph_module
 from tests.support.ceph import CephGateway, ceph_gateway, ceph_is_installed
-from tests.support.figures import count
-from tests.support.rank_pool import RankPool, RanksFailedError
-from tests.support.training import STRATEGIES, Leaves, assert_same, full, load_each, trained
+from tests.support.training import assert_same, full
 
 pytestmark = [
     pytest.mark.torture(smoke=False),
@@ -242,13 +231,6 @@ def test_a_load_detects_what_ceph_did_not_verify(ceph: CephGateway, bucket: str)
 # ---- error messages
 
 
-def test_default_options_save_and_load(ceph: CephGateway, bucket: str) -> None:
-    """Save and load plainly, without any setting for Ceph."""
-    url, options = f"s3://{bucket}/checkpoint", default_options(ceph)
-    dcp.save({"model": STATE}, storage_writer=RemoteWriter(url, storage_options=options))
-    assert_same(full(load(url, storage_options=options)["model"]), full(STATE))
-
-
 def test_quoted_etags_are_refused_and_the_error_names_the_option(ceph: CephGateway, bucket: str) -> None:
     """Commit over a commit with default options: nothing is replaced, and the error names `etag_quotes`."""
     store = open_store(f"s3://{bucket}", default_options(ceph))
@@ -282,131 +264,19 @@ def test_wrong_credentials(ceph: CephGateway, bucket: str, wrong: dict[str, str]
         assert "not-the-secret" not in str(caught.value)
 
 
-# ---- a job that is killed
+# ---- puts that are broken off
 
 
-@pytest.fixture(scope="module")
-def rank_pool() -> Iterator[RankPool]:
-    with RankPool(3) as pool:
-        yield pool
-
-
-def overwrite(strategy: str, url: str, seed: int, storage_options: dict[str, Any]) -> Leaves:
-    """Train and overwrite the checkpoint; return the full state that was saved."""
-    state = trained(strategy, seed).state()
-    dcp.save(state, storage_writer=RemoteWriter(url, storage_options=storage_options, overwrite=True))
-    return full(state)
-
-
-@contextmanager
-def link_that_breaks(ceph: CephGateway, then: Callable[[], None]) -> Iterator[tuple[str, list[str]]]:
-    """Run a proxy that forwards half of the second shard, calls `then` and disconnects.
-
-    Yields its endpoint, and a list that the path of that shard is added to.
-    """
-    shards = itertools.count(1)
-    cut_off: list[str] = []
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        if len(request.body) != int(request.headers.get("content-length", "0")):
-            return HttpAnswer(cut_bytes=0)  # the rank was killed while it sent the body
-        if not is_shard_put(request) or next(shards) != 2:
-            return forward(ceph, request, request.body)
-        cut_off.append(request.path)
-        address = urlsplit(ceph.endpoint_url)
-        with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
-            lines = [f"PUT {request.path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
-            connection.sendall("\r\n".join([*lines, "", ""]).encode() + request.body[: len(request.body) // 2])
-            then()
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1000):  # until the gateway has handled the request
-                pass
-        return HttpAnswer(cut_bytes=0)
-
-    with scripted_server(answer) as link:
-        yield link.endpoint_url, cut_off
-
-
-def test_a_job_killed_in_mid_save(ceph: CephGateway, bucket: str, rank_pool: RankPool) -> None:
-    """Kill three ranks that overwrite, with one shard stored and another half sent: the old checkpoint is whole.
-
-    Then two ranks overwrite it, and one rank loads the result.
-    """
-    url, options = f"s3://{bucket}/checkpoint", ceph.storage_options
-    saved = rank_pool.run(overwrite, "fsdp-3", url, 1, options)[0]
-    store = open_store(url, options)
-    before = {info.key for info in store.list()}
-    pids = [pid for pid in rank_pool.pids if pid is not None]
-
-    def kill_ranks() -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        count("ranks killed", len(pids))
-
-    with link_that_breaks(ceph, kill_ranks) as (endpoint_url, cut_off), pytest.raises(RanksFailedError) as caught:
-        rank_pool.run(overwrite, "fsdp-3", url, 2, options | {"endpoint_url": endpoint_url})
-    signals = {rank: failure.signal for rank, failure in caught.value.failures.items()}
-    assert signals == dict.fromkeys(range(3), signal.SIGKILL)
-    orphans = {info.key for info in store.list()} - before
-    assert orphans, "a shard was stored before the kill"
-    assert all(key.startswith("shards/") for key in orphans)
-    assert not [key for key in orphans for path in cut_off if path.endswith(key)]
-    assert_same(full(load(url, storage_options=options)), saved)
-
-    saved = rank_pool.run(overwrite, "tp-2", url, 3, options, ranks=STRATEGIES["tp-2"].ranks)[0]
-    (loaded,) = rank_pool.run(load_each, "plain", [url], options, ranks=STRATEGIES["plain"].ranks)[0]
-    assert_same(loaded, saved)
-
-
-# ---- the gateway of the tests
-
-START = """
-import signal, time
-from tests.support.ceph import ceph_gateway
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
-with ceph_gateway():
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGKILL])
-def test_the_gateway_ends_with_its_parent(way: signal.Signals, tmp_path: Path) -> None:
-    """Send SIGINT and SIGKILL to the parent: its three daemons end, and after SIGINT no file is left."""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", START],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert parent.stdout is not None
-    try:
-        assert parent.stdout.readline() == b"ready\n"
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        assert len(children) == 3
-        daemons = [os.pidfd_open(int(pid)) for pid in children]
-        parent.send_signal(way)
-        parent.wait(timeout=60)
-    finally:
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-    for daemon in daemons:
-        assert select.select([daemon], [], [], 30)[0] == [daemon]
-        os.close(daemon)
-    assert (list(tmp_path.iterdir()) == []) == (way == signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("setting", "wrong", "told"),
-    [
-        ("/mon\n", "/no/such-folder\n", r"Ceph's ceph-mon failed\."),
-        ("=127.0.0.1", "=192.0.2.1", r"Ceph's radosgw died .*192\.0\.2\.1"),  # an address of no host
-    ],
-)
-def test_a_gateway_that_does_not_start(setting: str, wrong: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Break its configuration so that a command fails or a daemon exits: the error names and quotes it."""
-    monkeypatch.setattr(ceph_module, "_CONFIGURATION", ceph_module._CONFIGURATION.replace(setting, wrong))
-    with pytest.raises(InvalidArgumentError, match=told), ceph_gateway():
-        raise AssertionError
+def test_a_put_that_is_broken_off(ceph: CephGateway, bucket: str, client: Any) -> None:
+    """Send half of a body and disconnect, as a killed rank does: there is no object, and none of it is listed."""
+    client.put_object(Bucket=bucket, Key="whole", Body=b"x")
+    address = urlsplit(ceph.endpoint_url)
+    url = urlsplit(client.generate_presigned_url("put_object", Params={"Bucket": bucket, "Key": "half"}))
+    lines = [f"PUT {url.path}?{url.query} HTTP/1.1", f"Host: {url.netloc}", "Content-Length: 1000", "", ""]
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
+        connection.sendall("\r\n".join(lines).encode() + b"x" * 500)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1000):  # until the gateway has handled the request
+            pass
+    store = open_store(f"s3://{bucket}", ceph.storage_options)
+    assert [info.key for info in store.list()] == ["whole"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage.cloud.direct_reads import DirectCounts, DirectReads
@@ -32,7 +32,7 @@ def open_at(endpoint_url: str, **options: object) -> CloudStore:
 def read(store: CloudStore, start: int, stop: int) -> None:
     """Read a range and compare it; transient failures are retried without a pause."""
     buffer = bytearray(stop - start)
-    RetryingStore(store, Deadline(60), sleep=lambda _: None).get_into("key", start, memoryview(buffer))
+    RetryingStore(store, Deadline(60, Clock(sleep=lambda _: None))).get_into("key", start, memoryview(buffer))
     assert buffer == DATA[start:stop]
 
 
@@ -149,7 +149,7 @@ def test_a_gateway_that_is_busy_for_signed_urls_alone() -> None:
         store = open_at(server.endpoint_url)
         for _ in range(5):
             buffer = bytearray(100)
-            RetryingStore(store, Deadline(60), sleep=lambda _: None).get_into("key", 0, memoryview(buffer))
+            RetryingStore(store, Deadline(60, Clock(sleep=lambda _: None))).get_into("key", 0, memoryview(buffer))
             assert buffer == b"x" * 100
     assert store.direct_counts == DirectCounts(refused=3, skipped=2)
 
@@ -162,7 +162,7 @@ def test_a_short_object_behind_a_middlebox() -> None:
         return HttpAnswer(206, b"1", cut_bytes=0) if is_direct(request.path) else too_short
 
     with scripted_server(answer) as server:
-        store = RetryingStore(open_at(server.endpoint_url), Deadline(60), sleep=lambda _: None)
+        store = RetryingStore(open_at(server.endpoint_url), Deadline(60, Clock(sleep=lambda _: None)))
         for start in range(3):
             buffer = bytearray(100)
             with pytest.raises(Exception, match="ends before the range"):

@@ -11,44 +11,38 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from dcp_remote.common.hedging import SAMPLES_MIN
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import StorageError, TransientStorageError
-from dcp_remote.storage.cloud import tls_stream
 from dcp_remote.storage.cloud.direct_reads import BusyError, DirectReads, Outcome
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.cloud.tls_stream import TlsStream
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.benchmark.server.server import BenchServer, bench_server
+from tests.storage.cloud.range_server import range_server
+from tests.support import clouds
+from tests.support.clouds import OBJECT_HEADERS, answer_range, open_s3
 
 DATA = bytes(range(256)) * 4 * KiB  # 1 MiB
-HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
 
 
-def open_at(endpoint_url: str, *, timeouts: Timeouts | None = None, **options: object) -> CloudStore:
-    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
-    options = {"endpoint_url": endpoint_url, **keys, **options}
-    return open_cloud_store(parse_url("s3://bench/run"), options, timeouts=timeouts)
+def open_at(endpoint_url: str) -> CloudStore:
+    return open_s3(endpoint_url, "s3://bench/run")
 
 
-def answer_range(request: HttpRequest) -> HttpAnswer:
+def answer(request: HttpRequest) -> HttpAnswer:
     """Return the bytes that a request asks for."""
-    first, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
-    return HttpAnswer(206, DATA[first : last + 1], {**HEADERS, "Content-Range": f"bytes {first}-{last}/{len(DATA)}"})
+    return answer_range(request, DATA)
 
 
 def is_direct(request: HttpRequest) -> bool:
-    """Return whether a request is signed in its URL, and not in a header as obstore signs."""
-    return "X-Amz-Signature" in request.path
+    return clouds.is_direct(request.path)
 
 
 def make_reads(*, connect_seconds: float = 5, silence_seconds: float = 5) -> DirectReads:
@@ -146,13 +140,12 @@ def test_a_certificate_that_is_not_trusted(tmp_path: Path) -> None:
 
 
 def test_one_connection_for_one_thread() -> None:
-    """Read ten times: the connection is kept, and reopened when the server closed it."""
-    addresses: list[tuple[str, int]] = []
-    with _CountingConnections(addresses, answers=3) as endpoint_url:
-        store = open_at(endpoint_url)
+    """Read ten times: the connection is kept, and reopened when the server closed it without notice."""
+    with range_server(DATA, answers_max=3) as server:
+        store = open_at(server.endpoint_url)
         for start in range(10):
             assert read(store, start, start + 100) == DATA[start : start + 100]
-    assert len(addresses) == 4
+    assert server.connections == 4
 
 
 @pytest.mark.parametrize("status", [301, 307, 400, 403, 404, 416, 501, 505, 200])
@@ -161,8 +154,8 @@ def test_other_answers_are_left_to_obstore(status: int) -> None:
 
     def answer(request: HttpRequest) -> HttpAnswer:
         if is_direct(request):
-            return HttpAnswer(status, DATA[:100], {**HEADERS, "Location": "http://127.0.0.1:1/"})
-        return answer_range(request)
+            return HttpAnswer(status, DATA[:100], {**OBJECT_HEADERS, "Location": "http://127.0.0.1:1/"})
+        return answer_range(request, DATA)
 
     with scripted_server(answer) as server:
         store = open_at(server.endpoint_url)
@@ -176,7 +169,7 @@ def test_direct_reads_are_tried_again_after_a_pause() -> None:
     refuses = [True]
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(403, b"", HEADERS) if refuses and is_direct(request) else answer_range(request)
+        return HttpAnswer(403, b"", OBJECT_HEADERS) if refuses and is_direct(request) else answer_range(request, DATA)
 
     with scripted_server(answer) as server:
         store = open_at(server.endpoint_url)
@@ -230,8 +223,8 @@ def test_another_range_is_not_accepted(headers: dict[str, str]) -> None:
     def answer(request: HttpRequest) -> HttpAnswer:
         if is_direct(request):
             length = int(headers.get("Content-Length", 100))
-            return HttpAnswer(206, b"x" * length, {**HEADERS, **headers})
-        return answer_range(request)
+            return HttpAnswer(206, b"x" * length, {**OBJECT_HEADERS, **headers})
+        return answer_range(request, DATA)
 
     with scripted_server(answer) as server:
         assert read(open_at(server.endpoint_url), 0, 100) == DATA[:100]
@@ -243,7 +236,9 @@ def test_a_busy_store_is_not_asked_twice(status: int) -> None:
     """Answer a direct read with a busy status: the error is raised at once; the other request is the diagnosis."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        return answer_range(request) if "range" in request.headers and not is_direct(request) else HttpAnswer(status)
+        return (
+            answer_range(request, DATA) if "range" in request.headers and not is_direct(request) else HttpAnswer(status)
+        )
 
     with scripted_server(answer) as server, pytest.raises(TransientStorageError, match=str(status)):
         read(open_at(server.endpoint_url), 0, 100)
@@ -255,7 +250,7 @@ def test_a_cut_answer_is_raised(cut_bytes: int) -> None:
     """Cut a body on a kept connection: not taken for a connection closed while idle, obstore asks once more."""
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        whole = answer_range(request)
+        whole = answer_range(request, DATA)
         if len(whole.body) == 100:
             return whole
         return HttpAnswer(206, whole.body, whole.headers, cut_bytes=cut_bytes)
@@ -270,7 +265,7 @@ def test_a_cut_answer_is_raised(cut_bytes: int) -> None:
 
 def test_a_proxy_is_left_to_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set a proxy in the environment: no read is direct, except to hosts in no_proxy."""
-    with scripted_server(answer_range) as server:
+    with scripted_server(answer) as server:
         monkeypatch.setenv("http_proxy", server.endpoint_url)
         store = open_at("http://storage.invalid")
         assert read(store, 0, 100) == DATA[:100]
@@ -340,7 +335,7 @@ def test_a_late_read_is_overtaken() -> None:
     hang = threading.Event()
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(silent=True) if hang.is_set() and is_direct(request) else answer_range(request)
+        return HttpAnswer(silent=True) if hang.is_set() and is_direct(request) else answer_range(request, DATA)
 
     with scripted_server(answer) as server:
         store = open_at(server.endpoint_url)
@@ -377,7 +372,7 @@ def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
     hang, limits, daemons = threading.Event(), list[float](), list[bool]()
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(silent=True) if hang.is_set() else answer_range(request)
+        return HttpAnswer(silent=True) if hang.is_set() else answer_range(request, DATA)
 
     def hedge() -> memoryview:
         limits.append(remaining_seconds())
@@ -394,15 +389,6 @@ def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
     assert (limits, daemons) == ([7.0], [True])
 
 
-def test_connections_are_closed_with_their_store() -> None:
-    """Drop the store: its sockets are closed, without a ResourceWarning."""
-    with scripted_server(answer_range) as server:
-        store = open_at(server.endpoint_url)
-        read(store, 0, 100)
-        del store
-        gc.collect()
-
-
 def _never() -> memoryview:
     raise AssertionError
 
@@ -415,64 +401,9 @@ def _answer_half(listener: socket.socket) -> None:
         connection.recv(1)  # until the client disconnects
 
 
-class _CountingConnections:
-    """Server that answers `answers` requests per connection and then closes it without notice."""
-
-    def __init__(self, addresses: list[tuple[str, int]], *, answers: int) -> None:
-        self._addresses = addresses
-        self._answers = answers
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._thread = threading.Thread(target=self._serve)
-        self._open: socket.socket | None = None
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        if self._open is not None:
-            with suppress(OSError):  # closed already
-                self._open.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            self._addresses.append(address)
-            self._open = connection
-            with connection, connection.makefile("rb") as file:
-                for _ in range(self._answers):
-                    lines: list[str] = []
-                    while (line := file.readline()).strip():
-                        lines.append(line.decode().strip())
-                    if not lines:
-                        break
-                    (asked,) = (text for text in lines if text.lower().startswith("range:"))
-                    first, last = map(int, asked.partition("=")[2].split("-"))
-                    body = DATA[first : last + 1]
-                    connection.sendall(
-                        f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(body)}\r\n"
-                        f"Content-Range: bytes {first}-{last}/{len(DATA)}\r\n\r\n".encode()
-                        + body
-                    )
-
-
-def test_one_turn_of_decrypting_ends() -> None:
-    """Decrypt records of one byte: the turn ends, so that others decrypt and the clock is checked."""
-    stream = TlsStream.__new__(TlsStream)
-    stream._tls = cast("Any", SimpleNamespace(read=lambda _length, _view: 1))
-    assert stream._decrypt(memoryview(bytearray(1 << 20))) == tls_stream._TURN_RECORDS
-    assert stream._decrypt(memoryview(bytearray(10))) == 10
-
-
 def test_a_reread_is_not_direct() -> None:
     """Reread bytes whose digest did not match: obstore reads them once, and the next read is direct again."""
-    with scripted_server(answer_range) as server:
+    with scripted_server(answer) as server:
         store = open_at(server.endpoint_url)
         assert read(store, 0, 100) == DATA[:100]
         for _ in range(5):

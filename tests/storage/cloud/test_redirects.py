@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 from urllib.parse import urlsplit
@@ -18,40 +18,29 @@ from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.fsspec import open_fsspec_store
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
+from tests.support.clouds import OBJECT_HEADERS, VERBS, listing
 
-HEADERS = {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT", "ETag": '"abc"'}
 STATUSES = [301, 302, 303, 307, 308]
 
-VERBS: dict[str, Callable[[ObjectStore], object]] = {
-    "head": lambda store: store.head("key"),
-    "get": lambda store: store.get("key", limit_bytes=10),
-    "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
-    "put": lambda store: store.put("key", [b"x"]),
-    "create": lambda store: store.put("key", [b"x"], condition="absent"),
-    "list": lambda store: list(store.list()),
-    "delete": lambda store: _raise_first(store.delete(["key"])),
-    "explain": lambda store: _raise_error(cast("CloudStore", store).explain_missing()),
-}
 
-
-def _raise_first(failed: Mapping[str, StorageError]) -> None:
-    raise next(iter(failed.values()))
-
-
-def _raise_error(error: DcpRemoteError | None) -> None:
+def _explain(store: ObjectStore) -> None:
+    error = cast("CloudStore", store).explain_missing()
     assert error is not None
     raise error
+
+
+ALL_VERBS: dict[str, Callable[[ObjectStore], object]] = {**VERBS, "explain": _explain}
 
 
 def answer_plausibly(request: HttpRequest) -> HttpAnswer:
     """Answer a request like a store that has every object."""
     if "range" in request.headers:
-        return HttpAnswer(206, b"evil", {**HEADERS, "Content-Range": "bytes 0-3/4"})
+        return HttpAnswer(206, b"evil", {**OBJECT_HEADERS, "Content-Range": "bytes 0-3/4"})
     if "list-type" in request.path:
-        return HttpAnswer(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>", HEADERS)
+        return HttpAnswer(200, listing(), OBJECT_HEADERS)
     if "delete" in request.path:
         return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
-    return HttpAnswer(200, json.dumps({}).encode(), HEADERS)
+    return HttpAnswer(200, json.dumps({}).encode(), OBJECT_HEADERS)
 
 
 @contextmanager
@@ -70,13 +59,13 @@ def redirect(status: int, **headers: str) -> Iterator[tuple[dict[str, object], S
 
 
 @pytest.mark.parametrize("status", STATUSES)
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ALL_VERBS)
 def test_no_request_goes_to_another_host(verb: str, status: int) -> None:
     """Redirect every verb in every way: the call fails, and the other host receives no request."""
     with redirect(status) as (options, other):
         store = open_cloud_store(parse_url("s3://bucket/run"), options)
         with pytest.raises(StorageError, match="redirects requests"):
-            VERBS[verb](store)
+            ALL_VERBS[verb](store)
         assert other.requests == []
 
 
@@ -88,11 +77,10 @@ def test_no_request_goes_to_another_host_through_s3fs() -> None:
             given = {option: value for option, value in options.items() if option != "region"}
             filesystem = S3FileSystem(**given, client_kwargs={"region_name": "r"}, skip_instance_cache=True)
             store = open_fsspec_store(filesystem, "bucket/run")
-            for name, ask in VERBS.items():
-                if name != "explain":
-                    with pytest.raises(StorageError, match="redirects requests") as refused:
-                        ask(store)
-                    assert not isinstance(refused.value, TransientStorageError)
+            for ask in VERBS.values():
+                with pytest.raises(StorageError, match="redirects requests") as refused:
+                    ask(store)
+                assert not isinstance(refused.value, TransientStorageError)
             assert other.requests == []
 
 
@@ -116,13 +104,13 @@ def test_no_catalog_or_manifest_comes_from_another_host(read: Callable[..., obje
     ],
     ids=["named", "in the host", "in the dual host"],
 )
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ALL_VERBS)
 def test_a_redirect_to_another_region_names_it(verb: str, headers: dict[str, str]) -> None:
     """Name the region in a header or in the location: the error names it, and no redirect is followed."""
     with redirect(307, **headers) as (options, other):
         store = open_cloud_store(parse_url("s3://bucket/run"), options)
         with pytest.raises(StorageError, match="to 'eu-central-1'"):
-            VERBS[verb](store)
+            ALL_VERBS[verb](store)
         assert other.requests == []
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import html
 import os
-import pickle
 import socket
-import subprocess
-import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,14 +32,13 @@ from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
 from dcp_remote.testing.store_suite import StoreSuite
+from tests.support.clouds import OBJECT_HEADERS, VERBS, listing, open_s3
 
 CREDENTIALS = {
     "aws_access_key_id": "an-access-key",
     "aws_secret_access_key": "a-secret-key",
     "region_name": "us-east-1",
 }
-MODIFIED = "Mon, 01 Jan 2024 00:00:00 GMT"
-OBJECT_HEADERS = {"ETag": '"abc"', "Last-Modified": MODIFIED}
 
 
 def open_on(server: ScriptedServer, url: str = "s3://bucket/prefix", **options: object) -> CloudStore:
@@ -113,52 +108,6 @@ def test_many_objects_on_moto(s3_server: S3Server) -> None:
     assert list(store.list()) == []
 
 
-def test_a_put_is_one_request() -> None:
-    """Record the requests of puts with all conditions and kinds of bodies: one PUT each, with its checksum."""
-    with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
-        store = open_on(server)
-        big = bytes(range(256)) * 40_000
-        assert store.put("any", [big, memoryview(big), b"end"]) == Version(etag='"abc"')
-        store.put("absent", [b"12", b"", memoryview(bytearray(b"34"))], condition="absent")
-        store.put("swap", [b"12"], condition=Version(etag='"old"', generation="v1"))
-        store.put("empty", [], condition="absent")
-    any_, absent, swap, empty = server.requests
-    assert [request.method for request in server.requests] == ["PUT"] * 4
-    assert any_.path == "/bucket/prefix/any"
-    assert any_.body == big + big + b"end"
-    assert "if-match" not in any_.headers
-    assert "if-none-match" not in any_.headers
-    assert (absent.body, absent.headers["if-none-match"]) == (b"1234", "*")
-    assert (swap.headers["if-match"], empty.body) == ('"old"', b"")
-    for request in server.requests:
-        assert request.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
-        assert request.headers["x-amz-checksum-crc64nvme"]
-        assert request.headers["content-length"] == str(len(request.body))
-    # The CRC-64/NVME of no bytes is 0.
-    assert empty.headers["x-amz-checksum-crc64nvme"] == "AAAAAAAAAAA="
-
-
-def test_reads_are_one_request() -> None:
-    """Record head, get and get_into: one request each; get_into asks for exactly its range."""
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        if "range" in request.headers:
-            return HttpAnswer(206, b"2345", {**OBJECT_HEADERS, "Content-Range": "bytes 2-5/10"})
-        return HttpAnswer(200, b"0123456789", OBJECT_HEADERS)
-
-    with scripted_server(answer) as server:
-        store = open_on(server)
-        info = store.head("key")
-        assert info.version == Version(etag='"abc"')
-        assert info.modified_seconds == datetime(2024, 1, 1, tzinfo=UTC).timestamp()
-        assert store.get("key", limit_bytes=10).data == b"0123456789"
-        buffer = bytearray(4)
-        store.get_into("key", 2, memoryview(buffer))
-        assert buffer == b"2345"
-    assert [request.method for request in server.requests] == ["HEAD", "GET", "GET"]
-    assert server.requests[2].headers["range"] == "bytes=2-5"
-
-
 def test_settings_of_the_payload() -> None:
     """Set the options for other servers: the headers of one PUT each follow them."""
     with scripted_server(lambda _: HttpAnswer(headers=OBJECT_HEADERS)) as server:
@@ -174,22 +123,6 @@ def test_settings_of_the_payload() -> None:
     assert "x-amz-checksum-sha256" in sha
     assert unquoted["if-match"] == "abc"
     assert "authorization" not in anonymous
-
-
-def test_a_large_object_is_refused_before_its_body() -> None:
-    """Announce a body that never comes: the length alone is refused."""
-    headers = {**OBJECT_HEADERS, "Content-Length": "1000000000"}
-    with scripted_server(lambda _: HttpAnswer(200, b"", headers, cut_bytes=0)) as server:
-        with pytest.raises(CorruptCheckpointError, match="size_bytes=1000000000"):
-            open_on(server).get("key", limit_bytes=100)
-        assert len(server.requests) == 1
-
-
-def test_a_short_answer_is_corrupt() -> None:
-    """Answer with less than the range, and say so."""
-    answer = HttpAnswer(206, b"01", {**OBJECT_HEADERS, "Content-Range": "bytes 0-1/2"})
-    with scripted_server(lambda _: answer) as server, pytest.raises(CorruptCheckpointError, match="size_bytes=2"):
-        open_on(server).get_into("key", 0, memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize("status", [416, 200], ids=["no code", "whole empty object"])
@@ -233,46 +166,18 @@ def test_nested_options_of_s3fs() -> None:
                 open_on(server, region_name="eu-west-1", **twice)
 
 
-@pytest.mark.parametrize("verb", ["get", "get_into"])
-def test_a_cut_body_is_transient(verb: str) -> None:
-    """Send half of the body and close the connection."""
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        if "range" in request.headers:
-            return HttpAnswer(206, b"0123", {**OBJECT_HEADERS, "Content-Range": "bytes 0-3/4"}, cut_bytes=2)
-        return HttpAnswer(200, b"0123", OBJECT_HEADERS, cut_bytes=2)
-
-    calls: dict[str, Callable[[CloudStore], object]] = {
-        "get": lambda store: store.get("key", limit_bytes=4),
-        "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
-    }
-    with scripted_server(answer) as server, pytest.raises(TransientStorageError):
-        calls[verb](open_on(server))
-
-
 @pytest.mark.parametrize("verb", ["get", "get_into", "head", "put", "list"])
 def test_a_stalled_request_ends(verb: str) -> None:
     """Never answer, with limits of a tenth of a second: every verb returns with a timeout."""
-    calls: dict[str, Callable[[CloudStore], object]] = {
-        "get": lambda store: store.get("key", limit_bytes=10),
-        "get_into": lambda store: store.get_into("key", 0, memoryview(bytearray(4))),
-        "head": lambda store: store.head("key"),
-        "put": lambda store: store.put("key", [b"x" * 100_000]),
-        "list": lambda store: next(store.list()),
-    }
 
     def answer(request: HttpRequest) -> HttpAnswer:
         # Answer the diagnosis, whose own limits are seconds.
         return HttpAnswer(404, silent="X-Amz-Signature" not in request.path)
 
     with scripted_server(answer) as server:
-        store = open_cloud_store(
-            parse_url("s3://bucket"),
-            {**CREDENTIALS, "endpoint_url": server.endpoint_url},
-            timeouts=Timeouts(floor_seconds=0.1, silence_seconds=0.1, slowest_bytes_per_second=10_000_000),
-        )
+        timeouts = Timeouts(floor_seconds=0.1, silence_seconds=0.1, slowest_bytes_per_second=10_000_000)
         with pytest.raises(TransientStorageError, match="Timeout"):
-            calls[verb](store)
+            VERBS[verb](open_s3(server.endpoint_url, timeouts=timeouts))
 
 
 def test_a_silent_download_ends_before_its_time_limit() -> None:
@@ -283,11 +188,7 @@ def test_a_silent_download_ends_before_its_time_limit() -> None:
         return HttpAnswer(200, b"", headers) if "X-Amz-Signature" not in request.path else HttpAnswer(404)
 
     with scripted_server(answer) as server:
-        store = open_cloud_store(
-            parse_url("s3://bucket"),
-            {**CREDENTIALS, "endpoint_url": server.endpoint_url},
-            timeouts=Timeouts(floor_seconds=3600, silence_seconds=0.1),
-        )
+        store = open_s3(server.endpoint_url, timeouts=Timeouts(floor_seconds=3600, silence_seconds=0.1))
         with pytest.raises(TransientStorageError):
             store.get("key", limit_bytes=10)
 
@@ -301,53 +202,6 @@ def test_timeouts_grow_with_the_size() -> None:
     for size_bytes in range(0, 2**30, 2**24):
         assert timeouts.request_seconds(size_bytes) >= 30 + size_bytes / 500_000
     assert len({timeouts.request_seconds(size_bytes) for size_bytes in range(0, 2**30, 2**20)}) < 10
-
-
-def test_pickles_carry_no_client(s3_server: S3Server) -> None:
-    """Pickle before and after the first request: the pickles are equal, and a spawned process opens one."""
-    s3_server.create_bucket("pickled-store")
-    store = open_cloud_store(parse_url("s3://pickled-store/p"), s3_server.storage_options)
-    before = pickle.dumps(store)
-    store.put("key", [b"content"])
-    assert pickle.dumps(store) == before
-    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).get('key', limit_bytes=9).data.decode())"
-    done = subprocess.run([sys.executable, "-c", code], input=before, capture_output=True, check=True)
-    assert done.stdout.decode().strip() == "content"
-
-
-FORK = """
-import os, sys, warnings
-from dcp_remote.storage.cloud.store import open_cloud_store
-from dcp_remote.storage.url import parse_url
-from dcp_remote.errors import InvalidArgumentError
-options = dict(endpoint_url=sys.argv[1], key="testing", secret="testing", region="us-east-1")
-warnings.simplefilter("ignore")  # a process with threads forks, on purpose
-def in_child(store):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            store.put("key", [b"x"])
-            os._exit(1)
-        except InvalidArgumentError as error:
-            os._exit(2 if "spawn" in str(error) else 3)
-        finally:
-            os._exit(4)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-store = open_cloud_store(parse_url("s3://forked-store"), options)
-print(in_child(store), end=" ")
-store.put("key", [b"x"])
-print(in_child(store), in_child(open_cloud_store(parse_url("s3://forked-store"), options)))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_forks_after_the_first_request_are_refused(s3_server: S3Server) -> None:
-    """Fork before the first request (works) and after it (obstore would hang), with the old and a new store."""
-    s3_server.create_bucket("forked-store")
-    done = subprocess.run(
-        [sys.executable, "-c", FORK, s3_server.endpoint_url], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == ["1", "2", "2"]
 
 
 def test_threads_share_one_store(s3_server: S3Server) -> None:
@@ -381,23 +235,13 @@ def test_listing_with_markers_and_foreign_keys(s3_server: S3Server, raw_s3: Any)
         list(store.list())
 
 
-def make_listing(*keys: str, etag: str) -> bytes:
-    """Return a page of S3's listing."""
-    entries = "".join(
-        f"<Contents><Key>{key}</Key><LastModified>2024-01-01T00:00:00.000Z</LastModified><ETag>{etag}</ETag>"
-        "<Size>1</Size></Contents>"
-        for key in keys
-    )
-    return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
-
-
 @pytest.mark.parametrize("etag", ["abc", "&quot;abc&quot;"])
 def test_one_form_of_a_version(etag: str) -> None:
     """Use a versioned bucket, whose listing has no version ID and maybe no quotes: all verbs return equal versions."""
     headers = {**OBJECT_HEADERS, "ETag": html.unescape(etag), "x-amz-version-id": "an-id"}
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(200, make_listing("prefix/key", etag=etag) if "list-type" in request.path else b"", headers)
+        return HttpAnswer(200, listing("prefix/key", etag=etag) if "list-type" in request.path else b"", headers)
 
     with scripted_server(answer) as server:
         store = open_on(server)
@@ -408,7 +252,7 @@ def test_one_form_of_a_version(etag: str) -> None:
 def test_keys_that_are_ordered_by_utf_16() -> None:
     """List foreign keys in UTF-16 order, as Azure does; keys that are in no order are refused."""
     keys = ["run/b", "run/\U0001f600", "run/\uffee"]
-    with scripted_server(lambda _: HttpAnswer(200, make_listing(*keys, etag="abc"))) as server:
+    with scripted_server(lambda _: HttpAnswer(200, listing(*keys, etag="abc"))) as server:
         assert [info.key for info in open_on(server, "s3://bucket/run").list()] == ["b", "\U0001f600", "\uffee"]
         keys.append("run/a")
         with pytest.raises(StorageError, match="does not list its keys in order"):

@@ -11,10 +11,9 @@ import pytest
 
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
 from dcp_remote.storage.cloud import throttle
-from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, Throttle
-from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+from dcp_remote.testing.servers import HttpAnswer, scripted_server
+from tests.support.clouds import always, open_s3
 
 
 @dataclass
@@ -113,30 +112,21 @@ def test_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         one.send(lambda: pool.submit(one.send, request).result(timeout=30))
 
 
-def open_at(endpoint_url: str) -> CloudStore:
-    keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
-    return open_cloud_store(parse_url("s3://bucket/run"), {"endpoint_url": endpoint_url, **keys})
-
-
 def test_stores_of_a_bucket_have_one_share() -> None:
     """Refuse requests of a store's child: the share of the store is reduced, and not that of another bucket."""
     with scripted_server(lambda _: HttpAnswer(503)) as server:
-        store = open_at(server.endpoint_url)
+        store = open_s3(server.endpoint_url)
         for _ in range(20):
             with pytest.raises(TransientStorageError):
                 store.child("below").put("key", [b"1"])
         assert store._bucket.throttle.share < 1
-        assert open_at(server.endpoint_url)._bucket.throttle.share == 1
+        assert open_s3(server.endpoint_url)._bucket.throttle.share == 1
 
 
 def test_an_answer_is_no_refusal() -> None:
     """Ask for a missing object many times: the share stays full."""
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(404, b"<Error><Code>NoSuchKey</Code></Error>")
-
-    with scripted_server(answer) as server:
-        store = open_at(server.endpoint_url)
+    with scripted_server(always(404, "NoSuchKey")) as server:
+        store = open_s3(server.endpoint_url)
         for _ in range(20):
             with pytest.raises(ObjectNotFoundError):
                 store.get_into("key", 0, memoryview(bytearray(1)))

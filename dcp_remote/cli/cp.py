@@ -1,0 +1,80 @@
+"""`dcp-remote cp`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+from dcp_remote.cli.arguments import SourceOptions, StorageOptions, Url, argument, parse_step, split_options
+from dcp_remote.cli.ls import build_entry
+from dcp_remote.cli.output import Output
+from dcp_remote.common.text import format_count, human_bytes, join_some
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.run.copying import CopyReport, copy_checkpoints
+from dcp_remote.storage import open_store
+
+
+def cp(
+    out: Output,
+    source: Annotated[str, argument(help="URL of the run to copy")],
+    url: Url,
+    *,
+    step: Annotated[
+        int | str | None, argument(type=parse_step, metavar="N|NAME", help="copy this checkpoint alone (default: all)")
+    ] = None,
+    since: Annotated[int | None, argument(type=int, metavar="N", help="copy the checkpoints from this step on")] = None,
+    source_options: SourceOptions = None,
+    storage_options: StorageOptions = None,
+) -> None:
+    """Copy a run, or checkpoints of it, to another URL.
+
+    To another prefix, bucket or cloud, through this machine. All tensors and objects are verified, and each checkpoint
+    is committed like a save. Checkpoints that the destination has are left out, so that the same command goes on after
+    an interruption, or brings what was saved since. A job that resumes from the copy makes it a run of its own: no more
+    is copied there.
+    """
+    if step is not None and since is not None:
+        raise InvalidArgumentError("--step and --since exclude each other.", step=step, since=since)
+    began_seconds = time.monotonic()
+    of_source, of_copy = split_options(source, url, source_options, storage_options)
+    from_store, to_store = open_store(source, of_source), open_store(url, of_copy)
+    try:
+        report = copy_checkpoints(from_store, to_store, step=step, since=since, on_progress=_show_progress)
+    finally:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    size = f"{human_bytes(report.bytes_copied)} in {format_count(report.shards, 'shard')}, verified"
+    out.say(f"copied {from_store.url} to {to_store.url}: {format_count(len(report.copied), 'checkpoint')}, {size}")
+    if report.bytes_there:
+        out.say(f"not copied again: {human_bytes(report.bytes_there)}, of shards that were there")
+    for text, steps in (
+        ("left out, since the destination has them", report.present),
+        ("marked as abandoned, since the source has gone back", report.abandoned),
+        ("left out, since they were deleted or thinned meanwhile", report.gone),
+    ):
+        if steps:
+            out.say(f"{text}: {'steps' if len(steps) > 1 else 'step'} {join_some(steps)}")
+    out.give(
+        {
+            "source": from_store.url,
+            "url": to_store.url,
+            "copied": [build_entry(entry) for entry in report.copied],
+            "present": report.present,
+            "abandoned": report.abandoned,
+            "gone": report.gone,
+            "shards": report.shards,
+            "bytes": report.bytes_copied,
+            "bytes_there": report.bytes_there,
+            "seconds": round(time.monotonic() - began_seconds, 3),
+        }
+    )
+
+
+def _show_progress(report: CopyReport) -> None:
+    """Draw a line anew on a terminal."""
+    if sys.stderr.isatty():
+        done = human_bytes(report.bytes_copied + report.bytes_there)
+        number = len(report.copied) + len(report.gone) + 1
+        text = f"checkpoint {number} of {report.checkpoints}: {done} of {human_bytes(report.bytes_expected)}"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

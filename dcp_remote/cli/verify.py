@@ -1,0 +1,98 @@
+"""`dcp-remote verify`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated, Self
+
+from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag, parse_step
+from dcp_remote.cli.output import Output
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, join_some, shorten
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.run import verification
+from dcp_remote.run.lookup import exists
+from dcp_remote.run.shard_check import Damage, Depth
+from dcp_remote.storage import open_store
+from dcp_remote.storage.retrying import RetryingStore
+
+# Deadline for the first request, short because a user waits.
+_LOOK_SECONDS = 10.0
+
+
+def verify(
+    out: Output,
+    url: Url,
+    *,
+    step: Annotated[
+        int | str | None,
+        argument(type=parse_step, metavar="N|NAME", help="checkpoint of a run, by step or name (default: all)"),
+    ] = None,
+    quick: Annotated[bool, flag("compare only the lengths of shards, and read none")] = False,
+    deep: Annotated[bool, flag("read every byte that a checkpoint names")] = False,
+    after: Annotated[str, argument(metavar="PLACE", help="go on from where an interrupted `verify` has stopped")] = "",
+    storage_options: StorageOptions = None,
+) -> bool:
+    """Find damage in a run or checkpoint.
+
+    Looks for missing, cut, replaced and changed shards and manifests, and names the entries and checkpoints that are
+    damaged. Reads three blocks of each shard. Exit code 1 if anything is damaged.
+    """
+    if quick and deep:
+        raise InvalidArgumentError("--quick and --deep exclude each other.")
+    store = open_store(url, storage_options)
+    # Asked apart, since later requests wait for an outage to end: so a wrong endpoint is reported within seconds.
+    exists(RetryingStore(store, Deadline(_LOOK_SECONDS)), CATALOG_KEY)
+    depth: Depth = "quick" if quick else "deep" if deep else "sample"
+    with _Progress() as progress:
+        report = verification.verify(store, step=step, depth=depth, after=after, report_progress=progress.show)
+    checkpoints = f"{format_count(len(report.steps), 'checkpoint')}, " if report.steps else ""
+    shards, size = format_count(report.shards, "shard"), human_bytes(report.read_bytes)
+    out.say(f"{store.url}: {checkpoints}{shards}; {size} read ({depth})")
+    for damage in report.damage:
+        steps = f" (of step {join_some(damage.steps)})" if damage.steps else ""
+        out.say(f"{damage.key}{steps}: {damage.reason}")
+        if damage.entries:
+            out.say(f"    {join_some([shorten(name) for name in damage.entries])}")
+    if report.changed:
+        out.say(f"deleted, replaced or thinned meanwhile, and not judged: step {join_some(report.changed)}")
+    if report.damage:
+        out.say(f"DAMAGED: {format_count(len(report.damage), 'object')}")
+        out.say("Use another checkpoint. One save with dedup=False sends again what checkpoints of a run share.")
+    else:
+        out.say("no damage was found" + (f" behind {after}" if after else ""))
+    out.give({"url": store.url, "depth": depth, **asdict(report)})
+    return bool(report.damage)
+
+
+class _Progress:
+    """Line on a terminal, on standard error; and where to go on after an interruption."""
+
+    def __init__(self) -> None:
+        self._shards, self._place = 0, ""
+        self._damaged: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def show(self, place: str, damage: Damage | None, read_bytes: int) -> None:
+        """Count a shard; rewrite the line."""
+        self._shards, self._place = self._shards + 1, place
+        if damage is not None:
+            self._damaged.append(f"{damage.key}: {damage.reason}")
+        if sys.stderr.isatty():
+            text = (
+                f"{format_count(self._shards, 'shard')}, {human_bytes(read_bytes)} read, {len(self._damaged)} damaged"
+            )
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Remove the line; print the damage that an interrupted call has found, and the place to go on from."""
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        if kind is not None and self._place:
+            for text in self._damaged:
+                print(f"damaged, or deleted meanwhile: {escape_unprintable(text)}", file=sys.stderr)
+            print(f"to go on: --after {self._place}", file=sys.stderr)

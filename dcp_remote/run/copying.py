@@ -1,0 +1,327 @@
+"""Copies of checkpoints of a run to another URL. Imports no torch.
+
+Every checkpoint is verified while it is copied, and committed like a save: shards, manifest, then catalog. The copy of
+a run has the `run_id` of its source, and `dcp-remote cp` holds its fence: all copiers of a run write the same, and need
+no fence against each other. A job that takes the fence makes the copy a run of its own, which no copier changes.
+
+The name of a shard follows from what it holds, from the save that names it, and from the revision at which the copy of
+its checkpoint began. A copier that finds the catalog at that revision goes on with the shards of one that was
+interrupted: whoever removes such shards raises the floor first, after which no copy that began at that revision can be
+committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from threading import Lock
+
+import numpy as np
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.digests import block_bytes, block_digests, digest, piece_digest
+from dcp_remote.common.units import MiB
+from dcp_remote.errors import (
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+)
+from dcp_remote.format import manifest_json
+from dcp_remote.format.catalog import (
+    Attempt,
+    BeginAgainError,
+    Catalog,
+    Entry,
+    abandon_entries,
+    add_entry,
+    take_fence,
+)
+from dcp_remote.format.keys import manifest_key, origin
+from dcp_remote.format.manifest import Manifest, RunInfo
+from dcp_remote.format.shard import ShardNames
+from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.info import require_run
+from dcp_remote.run.live_shards import in_parallel
+from dcp_remote.run.lookup import (
+    exists,
+    explain_missing_shard,
+    find_entry,
+    read_entry,
+    require_no_checkpoint_by_itself,
+    require_not_lost,
+)
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.rereads import RereadingStore
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
+
+# Beginning of `Catalog.holder` while no job has taken the fence of a copied run.
+HOLDER = "dcp-remote cp"
+_HOLDER_CHARACTERS_MAX = 1_000
+
+# Time for which the first requests to each store are repeated: short, because a user waits.
+_LOOK_SECONDS = 20.0
+
+# Time to read and put one shard, and to commit a checkpoint: an outage of minutes is waited for.
+_COPY_SECONDS = 1500.0
+
+# One GET each, so that a failure repeats little of a shard.
+_RANGE_BYTES = 16 * MiB
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """Progress and result of a copy; bytes are those of shards."""
+
+    checkpoints: int = 0  # to be copied
+    bytes_expected: int = 0  # of these
+    copied: list[Entry] = field(default_factory=list)  # committed at the destination
+    present: list[int] = field(default_factory=list)  # steps that the destination had
+    abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked, as in the source
+    gone: list[int] = field(default_factory=list)  # steps that were deleted or thinned while they were copied
+    shards: int = 0  # read, verified and put
+    bytes_copied: int = 0  # of these
+    bytes_there: int = 0  # of shards that another checkpoint has, or that an interrupted copy had put
+
+
+def copy_checkpoints(
+    source: ObjectStore,
+    destination: ObjectStore,
+    *,
+    step: int | str | None = None,
+    since: int | None = None,
+    on_progress: Callable[[CopyReport], object] = lambda _: None,
+) -> CopyReport:
+    """Copy the live checkpoints of a run to another URL; may be called again.
+
+    `step` is a step or name of the only checkpoint to copy, `since` the first step. Checkpoints that the destination
+    has are left out, by their `save_id`, and keep their labels there. After a crash at any moment the destination has
+    whole checkpoints alone, and the next call goes on.
+
+    Costs two GETs of the source's catalog and one of the destination's, and to begin a copy a LIST, a GET and a PUT;
+    for each checkpoint three GETs and two PUTs; for each shard a HEAD, a PUT and a GET per 16 MiB, but none of these if
+    the nearest checkpoint of the copy has the shard. Holds four shards (256 MiB) and the pieces of two checkpoints.
+
+    `on_progress` is called after each shard, by several threads in turn.
+
+    Raises:
+        CorruptCheckpointError: A shard or manifest of the source is damaged. The checkpoint is not committed.
+        InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it.
+        FencedError: A job has taken the destination meanwhile.
+        CheckpointExistsError: The destination has another checkpoint, which is pinned, named, or by itself.
+        BeginAgainError: gc has removed shards that were put. Copy again.
+    """
+    return _Copier(source, destination, on_progress).copy(step, since)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Shard as a manifest tells of it."""
+
+    key: str
+    size_bytes: int
+    data_start: int
+    table_length: int
+    table_digest: bytes
+    pieces: set[tuple[int, int, bytes]]  # start, length and digest of those that the manifest names
+
+    def is_whole(self, view: memoryview) -> bool:
+        """Compare the block table and all pieces with their digests. None covers the header, which no reader uses."""
+        table = view[self.data_start - self.table_length : self.data_start]
+        if len(table) and digest(table) != self.table_digest:
+            return False
+        return all(
+            piece_digest(block_digests(view[start : start + length], size_bytes=block_bytes(length))) == expected
+            for start, length, expected in self.pieces
+        )
+
+
+def _hash_key(key: str) -> str:
+    """Return the part of the name of a copy that follows from the content: keys of a run are never written twice."""
+    return digest(key.encode()).hex()[:16]
+
+
+def _list_shards(manifest: Manifest) -> list[_Shard]:
+    shards, pieces = manifest.shards, manifest.pieces
+    inside: list[set[tuple[int, int, bytes]]] = [set() for _ in shards.keys]
+    places = zip(pieces.shard.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True)
+    for number, (shard, start, length) in enumerate(places):
+        inside[shard].add((start, length, pieces.digest(number)))
+    columns = zip(
+        shards.keys, shards.sizes.tolist(), shards.data_starts.tolist(), shards.table_lengths.tolist(), strict=True
+    )
+    return [_Shard(*row, shards.table_digest(number), inside[number]) for number, row in enumerate(columns)]
+
+
+class _Copier:
+    """Copy of a run; for one thread."""
+
+    def __init__(
+        self, source: ObjectStore, destination: ObjectStore, on_progress: Callable[[CopyReport], object]
+    ) -> None:
+        self._source, self._destination = source, destination
+        self._catalog = require_run(source, retry_seconds=_LOOK_SECONDS)
+        self._report, self._on_progress, self._lock = CopyReport(), on_progress, Lock()
+
+    def copy(self, step: int | str | None, since: int | None) -> CopyReport:
+        report, chosen = self._report, list(self._catalog.entries)
+        if step is not None:
+            chosen = [find_entry(self._catalog, step, url=self._source.url)]
+        elif since is not None:
+            chosen = [entry for entry in chosen if entry.step >= since]
+        now = self._open_copy()
+        there = {entry.save_id for entry in now.entries}
+        missing = [entry for entry in chosen if entry.save_id not in there]
+        report.present = [entry.step for entry in chosen if entry.save_id in there]
+        report.checkpoints, report.bytes_expected = len(missing), sum(entry.size_bytes for entry in missing)
+        for entry in missing:
+            try:
+                now = self._copy_entry(entry, now)
+            except CheckpointGoneError:
+                if step is not None:
+                    raise
+                report.gone.append(entry.step)
+        if step is None:
+            self._mark_abandoned(now)
+        return report
+
+    def _open_copy(self) -> Catalog:
+        """Return the catalog of the destination, which is created if needed; its fence is that of copiers."""
+        deadline = Deadline(_LOOK_SECONDS)
+        reading = RetryingStore(self._destination, deadline)
+
+        def change(now: Catalog) -> Catalog | None:
+            if now.revision > 0:
+                self._require_copy(now)
+                return None
+            require_no_checkpoint_by_itself(reading)
+            require_not_lost(reading)
+            holder = f"{HOLDER}, from {self._source.url}"[:_HOLDER_CHARACTERS_MAX]
+            return replace(take_fence(now, holder), run_id=self._catalog.run_id)
+
+        return swap(self._destination, change, deadline=deadline, create=True)
+
+    def _require_copy(self, now: Catalog) -> None:
+        if now.run_id != self._catalog.run_id or not now.holder.startswith(HOLDER):
+            raise InvalidArgumentError(
+                "The destination is no copy that `dcp-remote cp` may change: it is another run, or the source itself, "
+                "or a job has saved there since, or its catalog was recovered. Copy to another URL.",
+                url=self._destination.url,
+                holder=now.holder or None,
+            )
+
+    def _copy_entry(self, entry: Entry, now: Catalog) -> Catalog:
+        """Copy and commit one checkpoint; return the catalog with it. `now` is the catalog that was read last."""
+        there, began = now.entry_at(entry.step), now.revision
+        if there is not None and there.save_id == entry.save_id:
+            return now  # another copier was faster
+        if there is not None and not there.is_replaceable_by(entry.names):
+            raise CheckpointExistsError(
+                "The destination has another checkpoint of this step, which is pinned or has a name. Delete it there "
+                "(`dcp-remote rm`), or copy to another URL.",
+                url=self._destination.url,
+                step=entry.step,
+            )
+        manifest = read_entry(self._source, entry)
+        assert manifest.run is not None, "the manifest of an entry has a run"
+        base = min(now.entries, key=lambda live: abs(live.step - entry.step), default=None)
+        in_base, prefix = self._read_base(base), origin(revision=began, step=entry.step)
+        # Each save has its own: another one may name pieces of a shard that an interrupted copy has not verified.
+        number = int.from_bytes(digest(entry.save_id.encode())[:4], "big")
+        keys: list[str] = []
+        new: dict[str, _Shard] = {}
+        for shard in _list_shards(manifest):
+            copied = in_base.get(_hash_key(shard.key))
+            # Other pieces were not verified when the shard was copied.
+            if copied is not None and shard.pieces <= copied.pieces:
+                keys.append(copied.key)
+                self._report.bytes_there += shard.size_bytes
+            else:
+                keys.append(ShardNames(0, prefix, _hash_key(shard.key)).key(number))
+                new[keys[-1]] = shard
+        self._copy_shards(manifest, new)
+
+        key = manifest_key(revision=began, step=entry.step)
+        info = RunInfo(now.run_id, entry.step, now.token, began, entry.names, entry.metrics, manifest.run.thinned)
+        body = manifest_json.encode(replace(manifest, shards=replace(manifest.shards, keys=tuple(keys)), run=info))
+        deadline = Deadline(_COPY_SECONDS)
+        RetryingStore(self._destination, deadline).put(key, [body])
+        attempt = Attempt(
+            replace(entry, manifest=key, token=now.token, began_revision=began),
+            now.run_id,
+            before=there.save_id if there is not None else None,
+            reused=(base.save_id, base.manifest) if base is not None and len(new) < len(keys) else None,
+        )
+        try:
+            after = swap(self._destination, lambda run: add_entry(run, attempt), deadline=deadline)
+        except BeginAgainError as error:
+            what = "Objects of the copy were removed meanwhile, by gc or with a checkpoint. Run the same copy again."
+            raise BeginAgainError(what, url=self._destination.url, step=entry.step, cause=error) from error
+        self._report.copied.append(entry)
+        return after
+
+    def _read_base(self, base: Entry | None) -> dict[str, _Shard]:
+        """Return the shards of a checkpoint of the copy, by `_hash_key` of their sources."""
+        try:
+            shards = _list_shards(read_entry(self._destination, base)) if base is not None else []
+        except (CheckpointGoneError, CorruptCheckpointError):
+            return {}  # its shards are copied again
+        return {shard.key.partition("-rank-00000-")[2][:16]: shard for shard in shards}
+
+    def _copy_shards(self, manifest: Manifest, shards: Mapping[str, _Shard]) -> None:
+        """Copy shards to keys of the destination, but for those that lie there."""
+
+        def copy_one(key: str) -> None:
+            shard, deadline = shards[key], Deadline(_COPY_SECONDS)
+            writing = RetryingStore(self._destination, deadline)
+            is_there = exists(writing, key)
+            if not is_there:
+                writing.put(key, [self._read_shard(manifest, shard, RetryingStore(self._source, deadline))])
+            with self._lock:
+                if is_there:
+                    self._report.bytes_there += shard.size_bytes
+                else:
+                    self._report.shards += 1
+                    self._report.bytes_copied += shard.size_bytes
+                self._on_progress(self._report)
+
+        in_parallel(copy_one, list(shards))
+
+    def _read_shard(self, manifest: Manifest, shard: _Shard, store: ObjectStore) -> memoryview:
+        """Read and verify a shard; once more, by another way, if it is damaged."""
+        view, cause = np.empty(shard.size_bytes, dtype=np.uint8).data, None
+        try:
+            for reading in (store, RereadingStore(store)):
+                for start in range(0, len(view), _RANGE_BYTES):
+                    reading.get_into(shard.key, start, view[start : start + _RANGE_BYTES])
+                if shard.is_whole(view):
+                    return view
+        except (ObjectNotFoundError, CorruptCheckpointError) as error:  # it is missing or too short
+            cause = error
+        gone = explain_missing_shard(self._source, manifest, retry_seconds=RANGE_RETRY_SECONDS)
+        raise gone or CorruptCheckpointError(
+            "A shard of the source is damaged or missing, so that the checkpoint was not copied. `dcp-remote verify` "
+            "says what is damaged.",
+            url=self._source.url,
+            step=manifest.run.step if manifest.run is not None else None,
+            shard=shard.key,
+        ) from cause
+
+    def _mark_abandoned(self, now: Catalog) -> None:
+        """Mark checkpoints of the destination behind which the source has gone back, so that none of them is newest."""
+        # Read again, after the catalog of the destination: another copier may have brought newer checkpoints than were
+        # read first. What is there was live in the source before; what the source has no more, it has given up.
+        source = require_run(self._source, retry_seconds=RANGE_RETRY_SECONDS)
+        newest, left = source.latest(), {entry.save_id for entry in source.entries if entry.abandoned}
+        if newest is not None:
+            left |= {entry.save_id for entry in now.entries if entry.step > newest.step}
+        found = [entry for entry in now.entries if entry.save_id in left and not entry.abandoned]
+
+        def change(run: Catalog) -> Catalog:
+            self._require_copy(run)
+            return abandon_entries(run, left)
+
+        if found:
+            swap(self._destination, change, deadline=Deadline(_COPY_SECONDS))
+        self._report.abandoned = [entry.step for entry in found]

@@ -1,0 +1,182 @@
+"""Bytes of a run by shard: which its checkpoints share, and which are freed when some of them go.
+
+A shard that several checkpoints name is stored once, and freed with the last of them. The bytes are those of shards:
+manifests and the catalog add little.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, islice
+
+import numpy as np
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    UnsupportedFormatError,
+)
+from dcp_remote.format.catalog import Catalog, Entry
+from dcp_remote.format.entry_names import top_level_key
+from dcp_remote.format.keys import revision_of
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.run.deletions import Applied, Deletions
+from dcp_remote.run.live_shards import in_parallel
+from dcp_remote.run.lookup import read_entry
+from dcp_remote.run.retention import Decision
+from dcp_remote.run.thinning import drop_keys
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.deletion_queue import Deleted
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Shards that live checkpoints name, by their keys.
+
+    Attributes:
+        sizes: Bytes of each shard.
+        tops: Top-level key of the state dict to which each shard belongs; "" for values at the top itself.
+        named: Shards of each checkpoint whose manifest can be read.
+        thinned: Shards that a checkpoint would name without the keys that retention drops, if it has any of those.
+        unreadable: Errors of the other manifests.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    tops: dict[str, str] = field(default_factory=dict)
+    named: dict[Entry, tuple[str, ...]] = field(default_factory=dict)
+    thinned: dict[Entry, tuple[str, ...]] = field(default_factory=dict)
+    unreadable: dict[Entry, DcpRemoteError] = field(default_factory=dict)
+
+    @cached_property
+    def uses(self) -> Counter[str]:
+        """Number of checkpoints that name each shard."""
+        return Counter(chain.from_iterable(self.named.values()))
+
+    def size_of(self, keys: Iterable[str]) -> int:
+        """Return the bytes of these objects; those that are no known shards count nothing."""
+        return sum(self.sizes.get(key, 0) for key in keys)
+
+    def own_bytes(self, entry: Entry) -> int | None:
+        """Return the bytes that only this checkpoint names; None if that is not known."""
+        if self.unreadable or entry not in self.named:
+            return None
+        return self.size_of(key for key in self.named[entry] if self.uses[key] == 1)
+
+    def sum_by_top(self) -> dict[str, tuple[int, int]]:
+        """Return the bytes of the shards of each top-level key: of all, and of those that one checkpoint names.
+
+        Only the manifests that can be read count.
+        """
+        totals: dict[str, tuple[int, int]] = {}
+        for key, size_bytes in self.sizes.items():
+            stored, own = totals.get(self.tops[key], (0, 0))
+            totals[self.tops[key]] = stored + size_bytes, own + (size_bytes if self.uses[key] == 1 else 0)
+        return totals
+
+    def orphan_bytes(self, listed: Mapping[str, int]) -> int | None:
+        """Return the bytes of the listed manifests and shards that no checkpoint names; None if that is not known."""
+        live = self.sizes.keys() | {entry.manifest for entry in self.named}
+        orphans = [size for key, size in listed.items() if revision_of(key) is not None and key not in live]
+        return None if self.unreadable else sum(orphans)
+
+    def freed_bytes(self, decision: Decision) -> int:
+        """Return the bytes that are freed when these checkpoints go, or are thinned.
+
+        0 if the manifest of a checkpoint that stays cannot be read, since that one may name the same shards.
+        """
+        retiring, thinning = frozenset(decision.retire), frozenset(decision.thin)
+        if any(entry.step not in retiring for entry in self.unreadable):
+            return 0
+        stays: set[str] = set()
+        for entry, keys in self.named.items():
+            if entry.step not in retiring:
+                stays.update(self.thinned.get(entry, keys) if entry.step in thinning else keys)
+        return self.size_of(self.sizes.keys() - stays)
+
+
+def read_usage(
+    store: ObjectStore, catalog: Catalog, deadline: Deadline, *, dropped_keys: Collection[str] = ()
+) -> Usage:
+    """Read which shards the checkpoints of a catalog name; one GET each, a few at a time.
+
+    `dropped_keys` are the top-level keys that thinning would drop. Checkpoints that are retired or thinned meanwhile
+    are left out. Memory is about 300 bytes for each shard, and 8 for each shard of each checkpoint.
+    """
+    usage = Usage()
+
+    def read(entry: Entry) -> None:
+        try:
+            manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds())
+        except CheckpointGoneError:
+            return
+        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
+            usage.unreadable[entry] = error
+            return
+        # Interned, since most checkpoints of a run name the same shards.
+        keys = tuple(map(sys.intern, manifest.shards.keys))
+        usage.sizes.update(zip(keys, manifest.shards.sizes.tolist(), strict=True))
+        usage.tops.update(zip(keys, _find_tops(manifest), strict=True))
+        usage.named[entry] = keys
+        left = drop_keys(manifest, dropped_keys)
+        if left is not manifest:
+            usage.thinned[entry] = tuple(map(sys.intern, left.shards.keys))
+
+    in_parallel(read, catalog.entries)
+    return usage
+
+
+def _find_tops(manifest: Manifest) -> list[str]:
+    """Return the top-level key of each shard; two such keys never share one."""
+    tensors, paths = manifest.tensors, manifest.flatten or {}
+    counts = dict(zip(tensors.names, np.diff(tensors.piece_first[tensors.chunk_first]).tolist(), strict=True))
+    counts |= {item.name: item.pieces for item in manifest.stored}
+    shards = iter(manifest.pieces.shard.tolist())
+    tops = [""] * len(manifest.shards.keys)
+    for name, pieces in counts.items():
+        for shard in islice(shards, pieces):
+            tops[shard] = top_level_key(paths.get(name))
+    return tops
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Result of deleting checkpoints and their objects."""
+
+    retired: Sequence[int] = ()  # steps
+    thinned: Sequence[int] = ()  # steps
+    deleted: Deleted = field(default_factory=Deleted)  # objects
+    freed_bytes: int = 0  # of the shards that were deleted
+    reason: str | None = None  # why not everything was done; None if it was
+
+
+def clear(
+    store: ObjectStore, usage: Usage, apply: Callable[[Deletions, Deadline], Applied], *, timeout_seconds: float
+) -> Cleared:
+    """Retire or thin checkpoints by `apply`, then delete what none names any more, and count the bytes.
+
+    Beside a job that saves: each change is a swap of the catalog, and only what no live checkpoint names after the swap
+    is deleted. Manifests that `usage` knows are not read again. `apply` is called until nothing more is thinned, with
+    the deadline of both; another such time is for the objects.
+    """
+    deletions, deadline = Deletions(store), Deadline(timeout_seconds)
+    for entry, keys in usage.named.items():
+        deletions.remember(entry.manifest, keys)
+    retired: list[int] = []
+    thinned: list[int] = []
+    while True:
+        applied = apply(deletions, deadline)
+        retired += applied.retired
+        thinned += applied.thinned
+        if applied.reason is not None or not applied.thinned:
+            break
+    queued = deletions.queued
+    deleted = deletions.delete(deadline=Deadline(timeout_seconds))
+    gone = queued - deletions.queued - deleted.failed.keys() if deleted.removed else frozenset()
+    return Cleared(sorted(retired), sorted(thinned), deleted, usage.size_of(gone), applied.reason)

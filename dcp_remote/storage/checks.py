@@ -1,0 +1,273 @@
+"""Checks before a training writes to a store: what each found, and its cure. `dcp-remote doctor` prints them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.units import KiB, MiB
+from dcp_remote.errors import (
+    BucketNotFoundError,
+    ConditionFailedError,
+    DcpRemoteError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from dcp_remote.storage.base import Condition, ObjectStore
+from dcp_remote.storage.conditional_writes import PROBES_PREFIX
+from dcp_remote.storage.local import HIDDEN_FOLDER
+from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.url import ParsedUrl
+
+logger = logging.getLogger(__name__)
+
+# Time for which one request is repeated: a user waits. An object of 8 MiB gets more, for a slow network.
+_REQUEST_SECONDS = 8.0
+_LARGE_SECONDS = 20.0
+_DELETE_SECONDS = 5.0
+
+_BODY_BYTES = KiB
+_LARGE_BYTES = 8 * MiB
+_LATENCY_REQUESTS = 5
+
+# Permission by verb and scheme; that of Azure is a role.
+_PERMISSIONS = {
+    "put": {"s3": "s3:PutObject", "gs": "storage.objects.create"},
+    "get": {"s3": "s3:GetObject", "gs": "storage.objects.get"},
+    "list": {"s3": "s3:ListBucket", "gs": "storage.objects.list"},
+    "delete": {"s3": "s3:DeleteObject", "gs": "storage.objects.delete"},
+}
+_ROLES = {"az": "the role Storage Blob Data Contributor", "file": "this user write access to the folder"}
+_PURPOSES = {
+    "put": "saves need it",
+    "get": "restores need it, and saves to read the catalog",
+    "list": "gc and recover need it, and without it a store may deny that an object is absent",
+    "delete": "retention, rm and gc need it, and nothing else",
+}
+
+_DEFAULT_CURE = "Correct the URL, the options or the credentials, or ask those who run the store."
+
+# "skip": not checked, for the reason that the fact gives.
+State: TypeAlias = Literal["ok", "warn", "fail", "skip"]
+
+
+class Finding(NamedTuple):
+    """Result of one check: what was found, and what to do, which is empty unless the state is "warn" or "fail"."""
+
+    state: State
+    fact: str
+    cure: str = ""
+
+
+class Check(NamedTuple):
+    """Check that makes one finding.
+
+    Attributes:
+        name: Name in the report.
+        examine: Function that makes the finding, or raises.
+        failure: State of the finding if it raises.
+        is_needed: True if later checks make no sense once this one has failed.
+    """
+
+    name: str
+    examine: Callable[[], Finding]
+    failure: State = "fail"
+    is_needed: bool = False
+
+
+def run_checks(checks: Iterable[Check]) -> Iterator[tuple[str, Finding]]:
+    """Make one check after another; yield its name and finding.
+
+    A check that fails does not end the others, unless it is needed, or the store does not answer: these are skipped.
+
+    Raises:
+        InvalidArgumentError: The URL or an option is wrong.
+    """
+    blocked_by = ""
+    for check in checks:
+        if blocked_by:
+            yield check.name, Finding("skip", f"not checked, since {blocked_by} failed")
+            continue
+        is_needed = check.is_needed
+        try:
+            finding = check.examine()
+        except (StorageError, OSError) as error:
+            finding = _explain(error, check.failure)
+            is_needed |= isinstance(error, TransientStorageError | BucketNotFoundError)
+        if finding.state == "fail" and is_needed:
+            blocked_by = check.name
+        yield check.name, finding
+
+
+def _explain(error: StorageError | OSError, state: State) -> Finding:
+    """Return the finding for an error, whose second sentence most often says what to do."""
+    what, details = (error.what, error.details) if isinstance(error, DcpRemoteError) else (str(error), {})
+    fact, _, advice = what.rstrip(".").partition(". ")
+    if reason := details.get("code") or details.get("cause"):
+        fact += f" ({reason})"
+    return Finding(state, fact, f"{advice}." if advice else _DEFAULT_CURE)
+
+
+class StoreChecks:
+    """Checks that write, read, list and delete objects below a fresh prefix, each permission by itself.
+
+    Costs about 20 requests, and 8 MiB in each direction. `clean` deletes what the checks have left.
+    """
+
+    def __init__(self, store: ObjectStore, parsed: ParsedUrl) -> None:
+        """Choose the prefix; nothing is sent."""
+        self._place = store.child(f"{PROBES_PREFIX}doctor-{secrets.token_hex(8)}")
+        self._scheme = parsed.scheme
+        self._keys: list[str] = []  # of objects that may exist
+        self._body = os.urandom(_BODY_BYTES)
+        self._permitted: set[str] = set()  # verbs
+        root = Path(parsed.path) if parsed.scheme == "file" else None
+        folders = [root / HIDDEN_FOLDER, root, *root.parents] if root is not None else []
+        self._new_folders = [folder for folder in folders if not os.access(folder, os.F_OK)]
+
+    @property
+    def url(self) -> str:
+        """URL below which all objects of the checks are."""
+        return self._place.url
+
+    def checks(self) -> Sequence[Check]:
+        """Return the checks, in their order."""
+        return (
+            Check("put", partial(self._check_permission, "put", self._put_object)),
+            Check("get", partial(self._check_permission, "get", self._get_object)),
+            Check("list", partial(self._check_permission, "list", self._list_objects)),
+            Check("conditional writes", self._check_conditions),
+            Check("speed", self._check_speed),
+            Check("delete", partial(self._check_permission, "delete", self._delete_objects), failure="warn"),
+        )
+
+    def clean(self) -> None:
+        """Delete the objects that are left, and folders that were not there; a warning tells of other objects."""
+        if failed := self._delete():
+            logger.warning(
+                "Objects of the checks may be left. Delete everything below this URL. url=%s objects=%d cause=%s",
+                self.url,
+                len(failed),
+                next(iter(failed.values())),
+            )
+        for folder in self._new_folders:
+            with suppress(OSError):  # a training has begun to save there
+                folder.rmdir()
+
+    def _retry(self, seconds: float | None = None) -> ObjectStore:
+        return RetryingStore(self._place, Deadline(_REQUEST_SECONDS if seconds is None else seconds))
+
+    def _delete(self) -> Mapping[str, StorageError]:
+        """Delete all objects that may exist; return the errors of those that are left."""
+        if not self._keys:
+            return {}
+        try:
+            failed = self._retry(_DELETE_SECONDS).delete(self._keys)
+        except StorageError as error:
+            failed = dict.fromkeys(self._keys, error)
+        self._keys = list(failed)
+        return failed
+
+    # ---- permissions
+
+    def _check_permission(self, verb: str, request: Callable[[], Finding]) -> Finding:
+        try:
+            finding = request()
+        except PermissionDeniedError as error:
+            permission = _PERMISSIONS[verb].get(self._scheme) or _ROLES.get(self._scheme, "it")
+            what = f"{error.what.partition('. ')[0].rstrip('.')}. Grant {permission}: {_PURPOSES[verb]}."
+            raise PermissionDeniedError(what, **error.details) from error
+        self._permitted.add(verb)
+        return finding
+
+    def _put_object(self) -> Finding:
+        self._keys.append("object")  # before the request, which may be carried out although it fails
+        self._retry().put("object", [self._body])
+        return Finding("ok", "an object was written")
+
+    def _get_object(self) -> Finding:
+        try:
+            body = self._retry().get("object", limit_bytes=_BODY_BYTES).data
+        except ObjectNotFoundError:
+            if "put" in self._permitted:
+                raise
+            return Finding("ok", "permitted; there is no object, since none could be written")
+        if body != self._body:
+            cure = "Check that the endpoint is that of the store."
+            return Finding("fail", "the answer is not what was written", cure)
+        return Finding("ok", "the object was read, with the bytes that were written")
+
+    def _list_objects(self) -> Finding:
+        keys = [info.key for info in self._retry().list()]
+        if "put" in self._permitted and "object" not in keys:
+            return Finding("fail", "the listing lacks the object that was written", "Use a store that lists at once.")
+        return Finding("ok", "the prefix was listed")
+
+    def _delete_objects(self) -> Finding:
+        for error in self._delete().values():
+            raise error
+        return Finding("ok", "the objects of these checks were deleted")
+
+    # ---- behaviour
+
+    def _check_conditions(self) -> Finding:
+        """Write on conditions that hold and on others; a server that is known to be correct is checked as well."""
+        if not self._place.capabilities.compare_and_swap:
+            refusal = self._place.capabilities.swap_refusal
+            return Finding("fail", refusal or "this store has no conditional writes", "Otherwise save runs elsewhere.")
+        if "put" not in self._permitted:
+            return Finding("skip", "not checked, since no object could be written")
+        self._keys.append("swapped")
+        version = self._retry().put("swapped", [b"first"], condition="absent")
+        if self._replaces("absent"):
+            return self._report_ignored("If-None-Match")
+        if not self._replaces(version):
+            cure = "Update the server; for Ceph before version 17 pass storage_options['etag_quotes'] = False."
+            return Finding("fail", "a write is refused although its condition (If-Match) holds", cure)
+        if self._replaces(version):
+            return self._report_ignored("If-Match")
+        if "get" in self._permitted and self._retry().get("swapped", limit_bytes=_BODY_BYTES).data != b"second":
+            return Finding("fail", "a read after a write shows the object before it", "Save to a consistent store.")
+        return Finding("ok", "of two writers the second is refused")
+
+    def _replaces(self, condition: Condition) -> bool:
+        try:
+            self._retry().put("swapped", [b"second"], condition=condition)
+        except ConditionFailedError:
+            return False
+        return True
+
+    def _report_ignored(self, header: str) -> Finding:
+        return Finding(
+            "fail",
+            f"the server ignores the condition of a write ({header}), so jobs could overwrite each other's checkpoints",
+            "Update the server to one with conditional PUTs, or save elsewhere.",
+        )
+
+    def _check_speed(self) -> Finding:
+        if not {"put", "get"} <= self._permitted:
+            return Finding("skip", "not checked, since no object could be written and read")
+        small = [self._measure(lambda: self._retry().head("object")) for _ in range(_LATENCY_REQUESTS)]
+        store, body, buffer = self._retry(_LARGE_SECONDS), os.urandom(_LARGE_BYTES), bytearray(_LARGE_BYTES)
+        self._keys.append("large")
+        up_seconds = self._measure(lambda: store.put("large", [body]))
+        down_seconds = self._measure(lambda: store.get_into("large", 0, memoryview(buffer)))
+        up, down = (_LARGE_BYTES / MiB / seconds for seconds in (up_seconds, down_seconds))
+        latency = f"{1000 * statistics.median(small):.1f} ms for a small request"
+        return Finding("ok", f"{latency}; {up:.3g} MiB/s up, {down:.3g} MiB/s down; `dcp-remote bench` measures more")
+
+    def _measure(self, request: Callable[[], object]) -> float:
+        began = time.monotonic()
+        request()
+        return time.monotonic() - began
