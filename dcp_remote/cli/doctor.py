@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from dcp_remote.cli.arguments import StorageOptions, Url, name_options
 from dcp_remote.cli.output import Output
+from dcp_remote.common.provenance import software_versions
 from dcp_remote.storage import open_store
 from dcp_remote.storage.checks import Check, StoreChecks, run_checks
 from dcp_remote.storage.cloud.redaction import redact
@@ -46,5 +45,5 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
     finally:
         probes.clean()
     out.say(f"{failed} of {len(found)} checks failed")
-    out.give({"dcp_remote": version("dcp-remote"), "checks": found})
+    out.give({"dcp_remote": software_versions()["dcp_remote"], "checks": found})
     return failed > 0

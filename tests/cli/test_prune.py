@@ -114,6 +114,7 @@ def test_a_damaged_manifest_keeps_everything(cli: CommandLine, run: Path) -> Non
         (["--keep-last", "0"], "--keep-last must be an integer above zero"),
         (["--keep-last", "1", "--keep-best", "loss="], "METRIC=N"),
         (["--keep-last", "1", "--keep-best", ""], "--keep-best needs the name of a metric"),
+        (["--keep-last", "1", "--keep-best", "los"], "No checkpoint has the metric of --keep-best. metric='los'"),
     ],
 )
 def test_a_retention_without_effect_is_refused(cli: CommandLine, run: Path, arguments: list[str], says: str) -> None:
