@@ -30,6 +30,7 @@ from dcp_remote.cli.prune import prune
 from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
+from dcp_remote.cli.tag import tag
 from dcp_remote.cli.transfer import export, import_
 from dcp_remote.cli.verify import verify
 from dcp_remote.cli.watch import watch
@@ -59,6 +60,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "rm": rm,
     "prune": prune,
     "pin": pin,
+    "tag": tag,
     "recover": recover_catalog,
     "bench": bench,
     "doctor": doctor,
