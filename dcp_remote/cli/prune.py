@@ -10,7 +10,7 @@ from dcp_remote.cli.ls import build_entry, format_table, read_run_catalog
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.rm import carry_out
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import format_count
+from dcp_remote.common.text import format_count, join_some
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.run.deletions import Applied, Deletions
 from dcp_remote.run.gc import TIMEOUT_SECONDS
@@ -85,6 +85,10 @@ def prune(
     thin = [entry for entry in catalog.entries if entry.step in decision.thin and entry in usage.thinned]
     out.say(f"{store.url}: {format_count(len(retire), 'checkpoint')} of {len(catalog.entries)} to delete")
     out.say(*format_table(retire))
+    labelled = [e for e in catalog.entries if e not in retire and (e.pinned or (e.names and not named_too))]
+    if labelled:
+        steps = join_some([entry.step for entry in labelled])
+        out.say(f"kept in any case, since they are pinned or have a name: step {steps}")
     if thin:
         out.say(f"{format_count(len(thin), 'checkpoint')} to lose the optimizer", *format_table(thin))
 

@@ -44,5 +44,5 @@ def tag(
     else:
         names = ", ".join(entry.names) or None
         raise InvalidArgumentError("The checkpoint has no such name.", step=entry.step, name=name, names=names)
-    out.say(f'{store.url}: step {number} has {"no longer " if undo else ""}the name "{name}"')
+    out.say(f'{store.url}: step {number} {"no longer has" if undo else "has"} the name "{name}"')
     out.give({"url": store.url, "step": number, "name": name, "given": not undo})

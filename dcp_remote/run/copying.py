@@ -12,6 +12,7 @@ committed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -56,6 +57,8 @@ from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
+logger = logging.getLogger(__name__)
+
 # Beginning of `Catalog.holder` while no job has taken the fence of a copied run.
 HOLDER = "dcp-remote cp"
 _HOLDER_CHARACTERS_MAX = 1_000
@@ -80,6 +83,7 @@ class CopyReport:
     present: list[int] = field(default_factory=list)  # steps that the destination had
     abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked, as in the source
     gone: list[int] = field(default_factory=list)  # steps that were deleted or thinned while they were copied
+    damaged: list[int] = field(default_factory=list)  # steps that were not copied, since they are damaged
     shards: int = 0  # read, verified and put
     bytes_copied: int = 0  # of these
     bytes_there: int = 0  # of shards that another checkpoint has, or that an interrupted copy had put
@@ -107,7 +111,8 @@ def copy_checkpoints(
     `on_progress` is called after each shard, by several threads in turn.
 
     Raises:
-        CorruptCheckpointError: A shard or manifest of the source is damaged. The checkpoint is not committed.
+        CorruptCheckpointError: The checkpoint that was asked for is damaged, and was not committed. Of a whole run, the
+            others are copied, and the damaged ones are in the report.
         InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it.
         FencedError: A job has taken the destination meanwhile.
         CheckpointExistsError: The destination has another checkpoint, which is pinned, named, or by itself.
@@ -186,6 +191,11 @@ class _Copier:
                 if step is not None:
                     raise
                 report.gone.append(entry.step)
+            except CorruptCheckpointError as error:
+                if step is not None:
+                    raise
+                logger.warning("%s", error)
+                report.damaged.append(entry.step)
         if step is None:
             self._mark_abandoned(now)
         return report

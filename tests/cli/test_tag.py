@@ -33,7 +33,7 @@ def test_gives_moves_and_takes_away(cli: CommandLine, run: Path) -> None:
         (["1", "first"], [("first",), ("best",)], 'step 1 has the name "first"'),
         (["first", "best", "--move"], [("first", "best"), ()], 'step 1 has the name "best"'),
         (["latest", "new"], [("first", "best"), ("new",)], 'step 2 has the name "new"'),
-        (["1", "best", "--undo"], [("first",), ("new",)], 'step 1 has no longer the name "best"'),
+        (["1", "best", "--undo"], [("first",), ("new",)], 'step 1 no longer has the name "best"'),
     ):
         assert cli.run("tag", run, *arguments).lines == [f"file://{run}: {says}"]
         assert names(run) == has
