@@ -19,12 +19,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, parse_bytes
 from dcp_remote.cli.output import Output
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.provenance import software_versions
 from dcp_remote.common.text import format_count
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, ObjectNotFoundError, StorageError
@@ -149,7 +149,7 @@ def bench(
     out.say(f"requests sent again {report.requests_again} of {report.requests}{cause}", "", find_limit(report))
     out.give(
         {
-            "dcp_remote": version("dcp-remote"),
+            "dcp_remote": software_versions()["dcp_remote"],
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "scheme": parse_url(url).scheme,
             "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",

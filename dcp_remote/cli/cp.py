@@ -26,12 +26,13 @@ def cp(
     since: Annotated[int | None, argument(type=int, metavar="N", help="copy the checkpoints from this step on")] = None,
     source_options: SourceOptions = None,
     storage_options: StorageOptions = None,
-) -> None:
+) -> bool:
     """Copy a run, or checkpoints of it, to another URL.
 
     To another prefix, bucket or cloud, through this machine. All tensors and objects are verified, and each checkpoint
     is committed like a save. Checkpoints that the destination has are left out, so that the same command goes on after
-    an interruption, or brings what was saved since. A job that resumes from the copy makes it a run of its own: no more
+    an interruption, or brings what was saved since; names and pins of those stay as they are there. Damaged checkpoints
+    are left out, and the exit code is 1. A job that resumes from the copy makes it a run of its own: no more
     is copied there.
     """
     if step is not None and since is not None:
@@ -45,13 +46,15 @@ def cp(
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     size = f"{human_bytes(report.bytes_copied)} in {format_count(report.shards, 'shard')}, verified"
-    out.say(f"copied {from_store.url} to {to_store.url}: {format_count(len(report.copied), 'checkpoint')}, {size}")
+    copied = f"{format_count(len(report.copied), 'checkpoint')}, {size}" if report.copied else "nothing new"
+    out.say(f"copied {from_store.url} to {to_store.url}: {copied}")
     if report.bytes_there:
-        out.say(f"not copied again: {human_bytes(report.bytes_there)}, of shards that were there")
+        out.say(f"not sent again: {human_bytes(report.bytes_there)}, of shards that several share or that were there")
     for text, steps in (
         ("left out, since the destination has them", report.present),
         ("marked as abandoned, since the source has gone back", report.abandoned),
         ("left out, since they were deleted or thinned meanwhile", report.gone),
+        ("NOT copied, since they are damaged (`dcp-remote verify` says what)", report.damaged),
     ):
         if steps:
             out.say(f"{text}: {'steps' if len(steps) > 1 else 'step'} {join_some(steps)}")
@@ -63,12 +66,14 @@ def cp(
             "present": report.present,
             "abandoned": report.abandoned,
             "gone": report.gone,
+            "damaged": report.damaged,
             "shards": report.shards,
             "bytes": report.bytes_copied,
             "bytes_there": report.bytes_there,
             "seconds": round(time.monotonic() - began_seconds, 3),
         }
     )
+    return bool(report.damaged)
 
 
 def _show_progress(report: CopyReport) -> None:

@@ -1,7 +1,8 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
 Exit codes: 0 success; 1 the command has found what a script should know of, such as damage, or no checkpoint; 2 wrong
-or refused call; 3 the store failed, or the output; 130 after Ctrl-C. The reason is on standard error.
+or refused call; 3 the store failed, or the output; 130 after Ctrl-C; 141 the reader of the output closed the pipe. The
+reason is on standard error.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dcp_remote.cli.prune import prune
 from dcp_remote.cli.recover import recover_catalog
 from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
+from dcp_remote.cli.tag import tag
 from dcp_remote.cli.transfer import export, import_
 from dcp_remote.cli.verify import verify
 from dcp_remote.cli.watch import watch
@@ -42,7 +44,10 @@ from dcp_remote.errors import (
     StorageError,
 )
 
-_FOUND, _USAGE, _FAILED = 1, 2, 3
+_FOUND, _USAGE, _FAILED, _PIPE_CLOSED = 1, 2, 3, 141  # the last as of a process that SIGPIPE ends
+
+_EXIT_CODES = """exit codes: 0 done; 1 something was found that a script should know of (no such run or checkpoint,
+damage, a difference, a failed check); 2 wrong or refused call; 3 the store failed: nothing is known; 130 Ctrl-C"""
 
 # A command returns True if it has found what the exit code shall tell. The first line of its docstring is its line of
 # `dcp-remote --help`, the rest begins its own help.
@@ -59,6 +64,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "rm": rm,
     "prune": prune,
     "pin": pin,
+    "tag": tag,
     "recover": recover_catalog,
     "bench": bench,
     "doctor": doctor,
@@ -88,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of the output has closed the pipe, as `head` does. Without a new target for standard output, Python
         # would print another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _FAILED
+        return _PIPE_CLOSED
     except DcpRemoteError as error:
         error.reword(describe_options(command))
         _print_error(name_options(error.message, command) + str(error).removeprefix(error.message))
@@ -115,6 +121,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dcp-remote",
         description="List, inspect and clean up checkpoints of PyTorch training in object storage.",
+        epilog=_EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"dcp-remote {version('dcp-remote')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=CommandParser)

@@ -12,7 +12,7 @@ from dcp_remote.run.labels import set_pin
 from dcp_remote.storage import open_store
 
 # Short, because a user waits; long enough to retry the swap while a job saves into the run.
-_TIMEOUT_SECONDS = 60.0
+LABEL_SECONDS = 60.0
 
 
 def pin(
@@ -32,7 +32,7 @@ def pin(
     store = open_store(url, storage_options)
     read_run_catalog(store)  # for its error messages, which explain a wrong URL
 
-    step = set_pin(store, step, pin=not undo, deadline=Deadline(_TIMEOUT_SECONDS))
+    step = set_pin(store, step, pin=not undo, deadline=Deadline(LABEL_SECONDS))
     state = "not pinned; retention may delete it" if undo else "pinned; retention keeps it"
     out.say(f"{store.url}: step {step} is {state}")
     out.give({"url": store.url, "step": step, "pinned": not undo})

@@ -10,7 +10,7 @@ from dcp_remote.cli.ls import build_entry, format_table, read_run_catalog
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.rm import carry_out
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import format_count
+from dcp_remote.common.text import format_count, join_some
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.run.deletions import Applied, Deletions
 from dcp_remote.run.gc import TIMEOUT_SECONDS
@@ -56,7 +56,7 @@ def prune(
     Prints which checkpoints would be deleted, or lose their optimizer, and the bytes that this frees. The newest, the
     pinned, the abandoned and those with a name are kept. With --yes they are removed from the catalog, and then the
     objects that no other checkpoint uses are deleted. A training may save meanwhile. Exit code 1 if a manifest cannot
-    be read: nothing is deleted then, since the other checkpoints may be needed in its place.
+    be read; if it is that of a checkpoint that stays, nothing is deleted, since others may be needed in its place.
     """
     if keep_last is None and keep_optimizer_last is None:
         raise InvalidArgumentError("Say what to keep: --keep-last (with it others, too), or --keep-optimizer-last.")
@@ -73,6 +73,10 @@ def prune(
     )
     store = open_store(url, storage_options)
     catalog = read_run_catalog(store)
+    metrics = {name for entry in catalog.entries for name, _ in entry.metrics}
+    if keep_best is not None and metric not in metrics:
+        known = ", ".join(sorted(metrics)) or None
+        raise InvalidArgumentError("No checkpoint has the metric of --keep-best.", metric=metric, known=known)
     usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS), dropped_keys=retention.optimizer_keys)
     decision = Deletions(store).decide(retention, catalog)
     if any(entry.step not in decision.retire for entry in usage.unreadable):
@@ -81,6 +85,10 @@ def prune(
     thin = [entry for entry in catalog.entries if entry.step in decision.thin and entry in usage.thinned]
     out.say(f"{store.url}: {format_count(len(retire), 'checkpoint')} of {len(catalog.entries)} to delete")
     out.say(*format_table(retire))
+    labelled = [e for e in catalog.entries if e not in retire and (e.pinned or (e.names and not named_too))]
+    if labelled:
+        steps = join_some([entry.step for entry in labelled])
+        out.say(f"kept in any case, since they are pinned or have a name: step {steps}")
     if thin:
         out.say(f"{format_count(len(thin), 'checkpoint')} to lose the optimizer", *format_table(thin))
 

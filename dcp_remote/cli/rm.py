@@ -59,6 +59,8 @@ def rm(
     """
     if not step and older_than is None and not abandoned:
         raise InvalidArgumentError("Say which checkpoints to delete: --step, --older-than or --abandoned.")
+    if older_than is not None and not older_than >= 0:  # also NaN
+        raise InvalidArgumentError("--older-than must be at least 0.", older_than=older_than)
     store = open_store(url, storage_options)
     catalog = read_run_catalog(store)
     named, ranges = _find_steps(catalog, step or (), url=store.url)
@@ -101,6 +103,8 @@ def _find_steps(catalog: Catalog, steps: Sequence[int | str], *, url: str) -> tu
         bounds = _RANGE.fullmatch(step) if isinstance(step, str) and catalog.find_by_name(step) is None else None
         if bounds is None:
             named.append(find_entry(catalog, step, url=url))
+        elif int(bounds[1]) > int(bounds[2]):
+            raise InvalidArgumentError("--step N-M goes from the smaller step to the larger one.", step=step)
         else:
             ranges.append(range(int(bounds[1]), int(bounds[2]) + 1))
     return named, ranges

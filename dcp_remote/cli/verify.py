@@ -60,9 +60,14 @@ def verify(
         out.say(f"deleted, replaced or thinned meanwhile, and not judged: step {join_some(report.changed)}")
     if report.damage:
         out.say(f"DAMAGED: {format_count(len(report.damage), 'object')}")
-        out.say("Use another checkpoint. One save with dedup=False sends again what checkpoints of a run share.")
+        hit = {step for damage in report.damage for step in damage.steps}
+        whole = [step for step in report.steps if step not in hit and step not in report.changed]
+        if report.steps:
+            out.say(f"no damage was found in step {join_some(whole)}" if whole else "every checkpoint is damaged")
+        out.say("A later save may share a damaged shard: save once with CheckpointManager(…, dedup=False).")
     else:
-        out.say("no damage was found" + (f" behind {after}" if after else ""))
+        where = f" behind {after}" if after else ""
+        out.say(f"no damage was found{where}" + ("" if deep else f" ({depth}); --deep reads every byte"))
     out.give({"url": store.url, "depth": depth, **asdict(report)})
     return bool(report.damage)
 

@@ -12,6 +12,7 @@ import platform
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,16 +24,18 @@ from dcp_remote.common.text import escape_unprintable
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 # Value "0" leaves all but the versions of dcp_remote and torch out of manifests.
-SWITCH = "DCP_REMOTE_PROVENANCE"
+_VARIABLE = "DCP_REMOTE_PROVENANCE"
 
 # Frameworks that the integrations are for, by the names of their modules.
 _FRAMEWORKS = ("accelerate", "axolotl", "deepspeed", "lightning", "llamafactory", "torchtitan", "transformers")
 
-# The commit, with the suffix "-dirty" where a tracked file differs; no program of the repository's configuration runs.
-_GIT = ("git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+# Commit and changes of tracked files. Unlike describe, status writes no index where locks are optional.
+_GIT = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+_GIT += ["--ignore-submodules=dirty", "--no-ahead-behind"]
+_COMMIT_LINE = "# branch.oid "
 
-# Time after which a repository that is very large, or on a slow disk, is left out.
-_GIT_SECONDS = 5.0
+# Time after which a repository that is very large, or on a slow disk, is left out: the first save waits for it.
+_GIT_SECONDS = 1.0
 
 # Characters of each part of a description, so that all parts together fit into a catalog's text of 1,000.
 _PART_CHARACTERS_MAX = 90
@@ -56,12 +59,13 @@ def software_versions() -> dict[str, str]:
 
 
 def describe_software() -> dict[str, str]:
-    """Return what a manifest says of its writer: versions, by name, and as `git` the commit of the working directory.
+    """Return the software that a manifest names as its writer: versions, by name, and as `git` a commit.
 
-    Without the latter where the folder is in no repository, or git is not installed. Runs git once per process.
+    The commit is that of the working directory, with `-dirty` where tracked files differ. It is left out where the
+    folder is in no repository, git is not installed, or git takes more than a second. Runs git once per process.
     """
     described = software_versions()
-    if os.environ.get(SWITCH) != "0":
+    if os.environ.get(_VARIABLE) != "0":
         described["python"] = platform.python_version()
         frameworks = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
         described |= {name: number for name, number in frameworks.items() if isinstance(number, str)}
@@ -71,14 +75,27 @@ def describe_software() -> dict[str, str]:
 
 @functools.cache
 def _find_commit() -> str:
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # git writes nothing, not even its index
+    found: list[str] = []
+    # In a thread: on a file system that hangs, a process outlives its kill, and `subprocess.run` waits for its end.
+    thread = threading.Thread(target=lambda: found.append(_ask_git()), name="dcp_remote-git", daemon=True)
+    with suppress(RuntimeError):  # the process ends, and starts no thread any more
+        thread.start()
+        thread.join(_GIT_SECONDS)
+    return found[0] if found else ""
+
+
+def _ask_git() -> str:
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        found = subprocess.run(  # noqa: S603  # a fixed command
+        answer = subprocess.run(  # noqa: S603  # a fixed command
             _GIT, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS, check=True, env=environment
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return found.stdout.decode(errors="replace").strip()
+    lines = answer.stdout.decode(errors="replace").splitlines()
+    commit = next((line.removeprefix(_COMMIT_LINE) for line in lines if line.startswith(_COMMIT_LINE)), "")
+    is_dirty = any(not line.startswith("#") for line in lines)
+    return "" if commit in ("", "(initial)") else f"{commit}-dirty" if is_dirty else commit
 
 
 @functools.cache

@@ -277,10 +277,10 @@ def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool)
     others = [live for live in catalog.entries if live.step != step and not set(live.names).isdisjoint(given)]
     if others and not move:
         raise CheckpointExistsError(
-            "Other checkpoints have these names. Pass move=True to move the names, or choose others.",
+            "Other checkpoints have these names.",
             step=step,
             names=", ".join(f"{name} (step {live.step})" for live in others for name in live.names if name in given),
-        )
+        ).advise(move="move=True moves them here")
     if set(given).issubset(entry.names):
         return None
     added = (name for name in given if name not in entry.names)

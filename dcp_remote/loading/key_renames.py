@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 # Names up to which they are compared, parts of a name that are tried as first ones, renamed first parts that a message
-# shows, and places of one that are tried.
+# shows, and candidates for each first part.
 _NAMES_COMPARED_MAX = 20_000
 _PARTS_MAX = 16
 _PREFIXES_MAX = 8
@@ -67,7 +67,7 @@ def _find_prefix(
             theirs = {other[len(saved) :] for other in new if other.startswith(f"{saved}.")}
             if below == theirs or (is_cut and below < theirs):
                 fits.append(saved)
-        # Of layers that have the same names below them, the one that kept its own name.
+        # Layers may have the same names below them: take the layer whose last part is unchanged.
         certain = [saved for saved in fits if _last(saved) == _last(wanted)] or (fits if len(candidates) == 1 else [])
         if fits or len(candidates) > _CANDIDATES_MAX:
             return (certain[0], wanted) if len(certain) == 1 else None

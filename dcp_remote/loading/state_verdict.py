@@ -213,7 +213,7 @@ class _Findings:
             options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
         if self._optimizers:
             patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
-            exclude = f"exclude=[{patterns}] begins the optimizer anew, and restores the rest"
+            exclude += f"; exclude=[{patterns}] begins the optimizer anew"
         found = {*self._lost, *self._new, *self._misfits, *self._thinned, *self._empty}
         if grown and not found.difference(grown, *grown.values()) and not self._is_nothing_loaded:
             first = next(iter(grown))

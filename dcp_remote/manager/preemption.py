@@ -57,7 +57,8 @@ _CLOSING_SHARE = 0.4
 _LAST_ANSWER_SECONDS = 5.0
 
 # Silence after which a rank whose moment is missing is taken for dead: one that lives publishes its moment with the
-# next heartbeat, which is late by a few seconds on a busy host. As above, twice the longest pause if it is longer.
+# next heartbeat, which is late by a few seconds on a busy host. With many ranks, twice the longest pause between
+# two heartbeats if that is longer.
 _SILENT_SECONDS = 10.0
 
 # Wait for the decision after which the log says what is waited for; usually a decision takes less.

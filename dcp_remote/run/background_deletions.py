@@ -182,7 +182,9 @@ class BackgroundDeletions:
     def _delete(self, worker: _Worker) -> None:
         deleted = worker.deletions.delete(deadline=worker.deadline, stop=worker.stop.is_set)
         for_good = [error for error in deleted.failed.values() if not isinstance(error, TransientStorageError)]
-        self.orphans_left += deleted.given_up + len(for_good)
+        with self._changed:
+            if worker is self._worker:  # else all of its objects were counted when it was given up
+                self.orphans_left += deleted.given_up + len(for_good)
 
     def _retain(
         self, retention: Retention | ChooseToDelete, deletions: Deletions, catalog: Catalog, deadline: Deadline

@@ -12,6 +12,7 @@ committed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -19,7 +20,7 @@ from threading import Lock
 import numpy as np
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.digests import block_bytes, block_digests, digest, piece_digest
+from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest, table_entries
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -56,6 +57,8 @@ from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
+logger = logging.getLogger(__name__)
+
 # Beginning of `Catalog.holder` while no job has taken the fence of a copied run.
 HOLDER = "dcp-remote cp"
 _HOLDER_CHARACTERS_MAX = 1_000
@@ -80,6 +83,7 @@ class CopyReport:
     present: list[int] = field(default_factory=list)  # steps that the destination had
     abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked, as in the source
     gone: list[int] = field(default_factory=list)  # steps that were deleted or thinned while they were copied
+    damaged: list[int] = field(default_factory=list)  # steps that were not copied, since they are damaged
     shards: int = 0  # read, verified and put
     bytes_copied: int = 0  # of these
     bytes_there: int = 0  # of shards that another checkpoint has, or that an interrupted copy had put
@@ -99,14 +103,16 @@ def copy_checkpoints(
     has are left out, by their `save_id`, and keep their labels there. After a crash at any moment the destination has
     whole checkpoints alone, and the next call goes on.
 
-    Costs two GETs of the source's catalog and one of the destination's, and to begin a copy a LIST, a GET and a PUT;
-    for each checkpoint three GETs and two PUTs; for each shard a HEAD, a PUT and a GET per 16 MiB, but none of these if
-    the nearest checkpoint of the copy has the shard. Holds four shards (256 MiB) and the pieces of two checkpoints.
+    Costs two GETs of the source's catalog and one of the destination's; to begin a copy a LIST, a HEAD and a PUT, and
+    to mark abandoned checkpoints a GET and a PUT; for each checkpoint three GETs and two PUTs; for each shard a HEAD, a
+    PUT and a GET per 16 MiB, but none of these if the nearest checkpoint of the copy has the shard. Holds four shards
+    (256 MiB, as dcp_remote writes them) and the pieces of two checkpoints.
 
     `on_progress` is called after each shard, by several threads in turn.
 
     Raises:
-        CorruptCheckpointError: A shard or manifest of the source is damaged. The checkpoint is not committed.
+        CorruptCheckpointError: The checkpoint that was asked for is damaged, and was not committed. Of a whole run, the
+            others are copied, and the damaged ones are in the report.
         InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it.
         FencedError: A job has taken the destination meanwhile.
         CheckpointExistsError: The destination has another checkpoint, which is pinned, named, or by itself.
@@ -124,17 +130,20 @@ class _Shard:
     data_start: int
     table_length: int
     table_digest: bytes
-    pieces: set[tuple[int, int, bytes]]  # start, length and digest of those that the manifest names
+    pieces: set[tuple[int, int, int, bytes]]  # start, length, first entry of the table and digest of those named
 
     def is_whole(self, view: memoryview) -> bool:
         """Compare the block table and all pieces with their digests. None covers the header, which no reader uses."""
         table = view[self.data_start - self.table_length : self.data_start]
         if len(table) and digest(table) != self.table_digest:
             return False
-        return all(
-            piece_digest(block_digests(view[start : start + length], size_bytes=block_bytes(length))) == expected
-            for start, length, expected in self.pieces
-        )
+
+        def is_piece_whole(start: int, length: int, first: int, expected: bytes) -> bool:
+            found = block_digests(view[start : start + length], size_bytes=block_bytes(length))
+            known = table[first * DIGEST_BYTES :][: len(found)] if table_entries(length) else found
+            return found == known and piece_digest(found) == expected
+
+        return all(is_piece_whole(*piece) for piece in self.pieces)
 
 
 def _hash_key(key: str) -> str:
@@ -144,14 +153,14 @@ def _hash_key(key: str) -> str:
 
 def _list_shards(manifest: Manifest) -> list[_Shard]:
     shards, pieces = manifest.shards, manifest.pieces
-    inside: list[set[tuple[int, int, bytes]]] = [set() for _ in shards.keys]
-    places = zip(pieces.shard.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True)
-    for number, (shard, start, length) in enumerate(places):
-        inside[shard].add((start, length, pieces.digest(number)))
-    columns = zip(
+    inside: list[set[tuple[int, int, int, bytes]]] = [set() for _ in shards.keys]
+    columns = (column.tolist() for column in (pieces.shard, pieces.start, pieces.length, pieces.table))
+    for number, (shard, *place) in enumerate(zip(*columns, strict=True)):
+        inside[shard].add((*place, pieces.digest(number)))
+    rows = zip(
         shards.keys, shards.sizes.tolist(), shards.data_starts.tolist(), shards.table_lengths.tolist(), strict=True
     )
-    return [_Shard(*row, shards.table_digest(number), inside[number]) for number, row in enumerate(columns)]
+    return [_Shard(*row, shards.table_digest(number), inside[number]) for number, row in enumerate(rows)]
 
 
 class _Copier:
@@ -182,6 +191,11 @@ class _Copier:
                 if step is not None:
                     raise
                 report.gone.append(entry.step)
+            except CorruptCheckpointError as error:
+                if step is not None:
+                    raise
+                logger.warning("%s", error)
+                report.damaged.append(entry.step)
         if step is None:
             self._mark_abandoned(now)
         return report
@@ -213,16 +227,12 @@ class _Copier:
 
     def _copy_entry(self, entry: Entry, now: Catalog) -> Catalog:
         """Copy and commit one checkpoint; return the catalog with it. `now` is the catalog that was read last."""
+        # A catalog that is read where an answer was lost, or another copier was faster, may be a job's by now.
+        self._require_copy(now)
         there, began = now.entry_at(entry.step), now.revision
         if there is not None and there.save_id == entry.save_id:
             return now  # another copier was faster
-        if there is not None and not there.is_replaceable_by(entry.names):
-            raise CheckpointExistsError(
-                "The destination has another checkpoint of this step, which is pinned or has a name. Delete it there "
-                "(`dcp-remote rm`), or copy to another URL.",
-                url=self._destination.url,
-                step=entry.step,
-            )
+        self._require_replaceable(there, entry)
         manifest = read_entry(self._source, entry)
         assert manifest.run is not None, "the manifest of an entry has a run"
         base = min(now.entries, key=lambda live: abs(live.step - entry.step), default=None)
@@ -253,13 +263,27 @@ class _Copier:
             before=there.save_id if there is not None else None,
             reused=(base.save_id, base.manifest) if base is not None and len(new) < len(keys) else None,
         )
+
+        def change(run: Catalog) -> Catalog | None:
+            self._require_replaceable(run.entry_at(entry.step), entry)  # as labels are now
+            return add_entry(run, attempt)
+
         try:
-            after = swap(self._destination, lambda run: add_entry(run, attempt), deadline=deadline)
+            after = swap(self._destination, change, deadline=deadline)
         except BeginAgainError as error:
             what = "Objects of the copy were removed meanwhile, by gc or with a checkpoint. Run the same copy again."
             raise BeginAgainError(what, url=self._destination.url, step=entry.step, cause=error) from error
         self._report.copied.append(entry)
         return after
+
+    def _require_replaceable(self, there: Entry | None, entry: Entry) -> None:
+        if there is not None and there.save_id != entry.save_id and not there.is_replaceable_by(entry.names):
+            raise CheckpointExistsError(
+                "The destination has another checkpoint of this step, which is pinned or has a name. Delete it there "
+                "(`dcp-remote rm`), or copy to another URL.",
+                url=self._destination.url,
+                step=entry.step,
+            )
 
     def _read_base(self, base: Entry | None) -> dict[str, _Shard]:
         """Return the shards of a checkpoint of the copy, by `_hash_key` of their sources."""

@@ -16,7 +16,7 @@ def compare_manifests(a: Manifest, b: Manifest, names: Iterable[str]) -> dict[st
     """Compare the entries of these names, each of which at least one of the checkpoints has.
 
     Those in shards are compared by the digests of their pieces. Properties of tensors that change no value, such as
-    `requires_grad`, do not count; nor do empty dicts, which are no entries.
+    `requires_grad`, do not count; nor do empty dicts, which are no entries, and whether a number is a key or an index.
     """
     names_a, names_b = set(a.names()), set(b.names())
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, digest, piece_digest
+from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, digest, piece_digest, table_entries
 from dcp_remote.common.geometry import ByteRange
 from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import MiB
@@ -100,6 +100,7 @@ class ShardChecker:
         table, bad = memoryview(b""), list[ByteRange]()
         if span.length:
             table, bad = self._read(part, [_Block(span, piece_digest(shard.table_digests))])
+            bad = bad or _find_mismatched(part.pieces, table)
         # Without a table, longer pieces are named as damaged in any case.
         blocks = [
             block for block in _iterate_blocks(part.pieces, None if bad else table) if block.span.stop <= found_bytes
@@ -126,6 +127,17 @@ class ShardChecker:
             if not bad:
                 break
         return data, bad
+
+
+def _find_mismatched(pieces: Pieces, table: memoryview) -> list[ByteRange]:
+    """Return the pieces whose digest is not that of their entries in the block table."""
+    found: list[ByteRange] = []
+    columns = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
+    for piece, (start, length, first) in enumerate(columns):
+        entries = bytes(table[first * DIGEST_BYTES :][: table_entries(length) * DIGEST_BYTES])
+        if entries and piece_digest(entries) != pieces.digest(piece):
+            found.append(ByteRange(start, start + length))
+    return found
 
 
 def _iterate_blocks(pieces: Pieces, table: memoryview | None) -> Iterator[_Block]:

@@ -1,11 +1,12 @@
 """Verification of stored checkpoints: every shard that they name, each once, and which entries are damaged.
 
 Checkpoints are read by ascending step, and the shards of each by key. So the place at which a verification was
-interrupted is a step and a key, whatever was saved or deleted meanwhile.
+interrupted is a step and a key, whatever was deleted, or saved at higher steps, meanwhile.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,7 +19,13 @@ from dcp_remote.common.arrays import I64
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import BLOCK_BYTES_MIN
 from dcp_remote.common.threads import Cancellation
-from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRemoteError, InvalidArgumentError
+from dcp_remote.errors import (
+    CheckpointGoneError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    InvalidArgumentError,
+    UnsupportedFormatError,
+)
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run.catalog_store import require_catalog
@@ -35,6 +42,9 @@ _CHECKS_IN_FLIGHT = 16
 
 # Shards after which the place to go on from is reported; so many that threads seldom wait for the last of them.
 _BATCH = 32
+
+# Place in a run: a step, with as many digits as sort it, and the key of a shard.
+_PLACE = re.compile(r"\d{12,}:shards/", re.ASCII)
 
 # Entries of checkpoints; None stands for a checkpoint by itself.
 _Entries: TypeAlias = Sequence[Entry | None]
@@ -83,6 +93,8 @@ def verify(
     counting, cancellation = CountingStore(store), Cancellation()
     catalog = catalog_of(counting, retry_seconds=retry_seconds)
     entries: _Entries = [None]
+    if after and catalog is not None and _PLACE.match(after) is None:
+        raise InvalidArgumentError("after must be a place in a run, such as 000000000100:shards/….", after=after)
     if catalog is not None:
         entries = catalog.entries if step is None else [find_entry(catalog, step, url=store.url)]
     elif step is not None:
@@ -133,10 +145,11 @@ class _Walk:
                     yield ShardPart(place, shards.take(np.array([shard])), manifest.pieces.take(own))
 
     def _find_new(self, manifest: Manifest) -> np.typing.NDArray[np.bool_]:
-        """Return which pieces are in no manifest before, by fingerprints of shard and start."""
+        """Return which pieces are in no manifest before, by fingerprints of shard, start and digest."""
         pieces = manifest.pieces
         shards = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in manifest.shards.keys], dtype=np.uint64)
         prints = shards[pieces.shard] + pieces.start.astype(np.uint64)
+        prints ^= np.frombuffer(pieces.digests, dtype=np.uint64)[::2]
         is_new: np.typing.NDArray[np.bool_] = self._seen[np.searchsorted(self._seen, prints)] != prints
         self._seen = np.sort(np.concatenate([self._seen, prints[is_new]]), kind="stable")
         return is_new
@@ -173,7 +186,7 @@ class _Walk:
                 if entry is None:
                     return read_manifest(self._store, retry_seconds=self._retry_seconds)
                 return read_entry(self._store, entry, retry_seconds=self._retry_seconds)
-            except (CheckpointGoneError, CorruptCheckpointError) as error:
+            except (CheckpointGoneError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 return error
 
         for first in range(0, len(entries), READS_IN_FLIGHT):  # bounds memory

@@ -122,6 +122,8 @@ def _wait(
             outage.end()
         except TransientStorageError as error:
             outage.note(error)
+            if is_last and tells_once:
+                raise  # nothing is known of the run
         else:
             if found := choose(catalog):
                 return found

@@ -51,8 +51,7 @@ class RetryingStore(WrappedStore):
 
     After the deadline nothing is repeated; no pause reaches it, and requests to a cloud are limited to what is left of
     it. Pauses are by its clock. `on_retry` is called before each pause with verb, key and error, from the thread that
-    pauses. `outage` warns; None is the one that all stores of the
-    URL share.
+    pauses. `outage` warns; None is the one that all stores of the URL share.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def test_says_what_was_copied(cli: CommandLine, run: Path, tmp_path: Path) -> No
     first, shared = shown.lines
     assert first.startswith(f"copied file://{run} to file://{tmp_path}/copy: 2 checkpoints, 2.")
     assert first.endswith(" in 2 shards, verified")
-    assert shared == "not copied again: 2.3 MiB, of shards that were there"
+    assert shared == "not sent again: 2.3 MiB, of shards that several share or that were there"
     assert cli.run("cp", run, tmp_path / "copy").lines[1:] == [
         "left out, since the destination has them: steps 10, 20",
     ]
@@ -73,8 +73,10 @@ def test_what_is_refused(cli: CommandLine, run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "copy").exists()
     shard = max(run.glob("shards/*/*"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    cli.fail("cp", run, tmp_path / "copy", says="dcp-remote verify")
+    cli.fail("cp", run, tmp_path / "copy", "--step", 10, says="dcp-remote verify")
     assert not list(tmp_path.glob("copy/manifests/*"))
+    shown = cli.run("cp", run, tmp_path / "copy", code=1)
+    assert shown.lines[-1].startswith("NOT copied, since they are damaged (`dcp-remote verify` says what): step")
 
 
 def test_progress_on_a_terminal(cli: CommandLine, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

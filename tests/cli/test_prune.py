@@ -80,7 +80,8 @@ def test_text(cli: CommandLine, run: Path) -> None:
     lines = cli.run("prune", run, "--keep-last", "2", "--keep-optimizer-last", "1").lines
     assert lines[0] == f"file://{run}: 2 checkpoints of 7 to delete"
     assert [line.split()[0] for line in lines[2:4]] == ["10", "40"]
-    assert lines[4] == "1 checkpoint to lose the optimizer"
+    assert lines[4] == "kept in any case, since they are pinned or have a name: step 20, 30"
+    assert lines[5] == "1 checkpoint to lose the optimizer"
     assert lines[-1] == "Nothing was changed. To free 1.5 KiB, add --yes"
     lines = cli.run("prune", run, "--keep-last", "2", "--keep-optimizer-last", "1", "--yes").lines
     assert lines[-2:] == ["deleted step 10, step 40 (10 objects, 1.5 KiB freed)", "without optimizer: step 50"]
@@ -114,6 +115,7 @@ def test_a_damaged_manifest_keeps_everything(cli: CommandLine, run: Path) -> Non
         (["--keep-last", "0"], "--keep-last must be an integer above zero"),
         (["--keep-last", "1", "--keep-best", "loss="], "METRIC=N"),
         (["--keep-last", "1", "--keep-best", ""], "--keep-best needs the name of a metric"),
+        (["--keep-last", "1", "--keep-best", "los"], "No checkpoint has the metric of --keep-best. metric='los'"),
     ],
 )
 def test_a_retention_without_effect_is_refused(cli: CommandLine, run: Path, arguments: list[str], says: str) -> None:

@@ -234,6 +234,13 @@ def test_a_step_that_is_saved_again_meanwhile_stays(
     assert 6 in live(long_run)
 
 
+@pytest.mark.parametrize("options", [["--older-than", "-30"], ["--older-than", "nan"], ["--step", "900-100"]])
+def test_a_choice_that_is_none_is_refused(cli: CommandLine, long_run: Path, options: list[str]) -> None:
+    before = live(long_run)
+    cli.fail("rm", long_run, *options, "--yes", code=2, says=options[0])
+    assert live(long_run) == before
+
+
 def test_without_a_choice_nothing_is_deleted(cli: CommandLine, long_run: Path) -> None:
     cli.fail("rm", long_run, "--yes", "--force", code=2, says="--step, --older-than or --abandoned")
     cli.refuse("rm", long_run, "--older-than", "7d", "--yes", says="--older-than")

@@ -60,7 +60,7 @@ def test_a_sound_run(cli: CommandLine, run: Path, depth: str) -> None:
     first, last = cli.run("verify", run, *options).lines
     assert first.startswith(f"file://{run}: 2 checkpoints, 3 shards; ")
     assert first.endswith(f" read ({depth})")
-    assert last == "no damage was found"
+    assert last == "no damage was found" + ("" if depth == "deep" else f" ({depth}); --deep reads every byte")
     document = verified(cli, run, *options)
     assert (document["damage"], document["depth"], document["steps"]) == ([], depth, [1, 2])
 
@@ -71,12 +71,12 @@ def test_damage_is_printed(cli: CommandLine, run: Path) -> None:
     flip(frozen)
     own.unlink()
     shown = cli.run("verify", run, code=1).lines[1:]
-    lines = {line.split()[0]: (line, entries) for line, entries in zip(shown[:-2:2], shown[1:-2:2], strict=True)}
+    lines = {line.split()[0]: (line, entries) for line, entries in zip(shown[:-3:2], shown[1:-3:2], strict=True)}
     assert set(lines) == {str(path.relative_to(run)) for path in (frozen, own)}
     assert lines[str(frozen.relative_to(run))][1] == "    model.frozen"
     assert " (of step 1, 2): " in lines[str(frozen.relative_to(run))][0]
     assert lines[str(own.relative_to(run))][0].endswith(" (of step 2): missing")
-    assert shown[-2] == "DAMAGED: 2 objects"
+    assert shown[-3:-1] == ["DAMAGED: 2 objects", "every checkpoint is damaged"]
     document = verified(cli, run, "--step", "1", code=1)
     assert [(damage["kind"], damage["steps"]) for damage in document["damage"]] == [("bytes", [1, 2])]
     assert not verified(cli, run, "--quick", "--step", "1")["damage"]
@@ -88,7 +88,7 @@ def test_damage_is_printed(cli: CommandLine, run: Path) -> None:
 def test_a_checkpoint_by_itself(cli: CommandLine, tmp_path: Path) -> None:
     """Verify it sound and damaged."""
     save_as_ranks([{"w\x1b[2J": torch.ones(3)}], lambda: RemoteWriter(tmp_path / "ck"))
-    assert cli.run("verify", tmp_path / "ck").lines[1] == "no damage was found"
+    assert cli.run("verify", tmp_path / "ck").lines[1] == "no damage was found (sample); --deep reads every byte"
     flip(next((tmp_path / "ck").glob("shards/*/*")))
     shown = cli.run("verify", tmp_path / "ck", code=1)
     assert shown.lines[2] == "    w\\x1b[2J"
@@ -141,7 +141,7 @@ def test_progress_on_a_terminal_alone(cli: CommandLine, run: Path, monkeypatch: 
     shown = cli.run("verify", run)
     assert "1 shard, " in shown.err
     assert shown.err.endswith("\r\x1b[K")
-    assert shown.lines[1] == "no damage was found"
+    assert shown.lines[1] == "no damage was found (sample); --deep reads every byte"
 
 
 def test_on_s3(cli: CommandLine, s3_server: S3Server) -> None:

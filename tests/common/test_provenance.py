@@ -116,8 +116,11 @@ def test_the_commit_and_whether_files_differ(repository: Callable[..., str]) -> 
     provenance._find_commit.cache_clear()
     assert describe_software()["git"] == f"{commit}-dirty"
     repository("checkout", "-q", "train.py")
+    os.utime("train.py", (0, 0))  # which git notes in its index, where it may
+    index = Path(".git/index").read_bytes()
     provenance._find_commit.cache_clear()
     assert describe_software()["git"] == commit
+    assert Path(".git/index").read_bytes() == index
 
 
 def test_no_repository_and_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

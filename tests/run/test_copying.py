@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.labels import set_pin
 from dcp_remote.storage import MemoryStore, ObjectStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from tests.support.runs import MeanwhileStore, copied, fence, live, manifest_at, named, steps, thin
 from tests.support.simulated_ranks import save_as_ranks
 
@@ -262,6 +263,10 @@ def _is_manifest(verb: str, key: str, number: int) -> bool:
     return verb == "put" and key.startswith("manifests/")
 
 
+def _is_catalog(verb: str, key: str, number: int) -> bool:
+    return verb == "put" and key == CATALOG_KEY
+
+
 def interrupted(source: MemoryStore) -> MemoryStore:
     """Return the destination of a copy that ended before its first commit, with all shards of the checkpoint."""
     destination = MemoryStore()
@@ -364,7 +369,8 @@ def test_two_copies_at_once(source: MemoryStore) -> None:
             break
 
 
-def test_a_job_fences_the_destination_meanwhile(source: MemoryStore) -> None:
+@pytest.mark.parametrize("faults", [[], [matching(_is_catalog, "response", persistent=True)]], ids=["", "lost answers"])
+def test_a_job_fences_the_destination_meanwhile(source: MemoryStore, faults: list[Fault]) -> None:
     """Take the fence in between two requests of a copy: no more is committed than was then, and the error says so."""
     fenced = 0
     for number in itertools.count(1):
@@ -375,15 +381,38 @@ def test_a_job_fences_the_destination_meanwhile(source: MemoryStore) -> None:
             fence(destination)
             at_fence.append(live(destination))
 
-        meanwhile = MeanwhileStore(destination, number, take)
+        meanwhile = MeanwhileStore(FaultyStore(destination, faults), number, take)
         try:
             copy_checkpoints(source, meanwhile)
         except (FencedError, InvalidArgumentError):
             fenced += 1
-            assert live(destination) == at_fence[0]
         if not meanwhile.acted:
             break
+        assert live(destination) == at_fence[0]
     assert fenced > 10
+
+
+def test_a_checkpoint_that_is_pinned_meanwhile(source: MemoryStore) -> None:
+    """Pin a checkpoint of the copy in between two requests of a copy that is to replace it: it stays."""
+    before = MemoryStore()
+    copy_checkpoints(source, before)
+    with CheckpointManager(source, progress=False, resumed_from=20) as manager:
+        manager.save(30, state(30), wait=True, overwrite=True)
+    for number in itertools.count(1):
+        destination = copied(before)
+        pinned: list[str] = []
+
+        def pin(destination: MemoryStore = destination, pinned: list[str] = pinned) -> None:
+            set_pin(destination, 30, pin=True, deadline=Deadline(30))
+            pinned.extend(entry.save_id for entry in live(destination) if entry.pinned)
+
+        meanwhile = MeanwhileStore(destination, number, pin)
+        with suppress(CheckpointExistsError):
+            copy_checkpoints(source, meanwhile)
+        if not meanwhile.acted:
+            break
+        assert {*pinned} <= {entry.save_id for entry in live(destination)}
+    assert number > 5
 
 
 # ---- the source
@@ -404,7 +433,8 @@ def test_damage_is_refused(source: MemoryStore, damage: Callable[[bytes], bytes]
         source.put(key, [damage(whole)])
     destination = MemoryStore()
     with pytest.raises(CorruptCheckpointError, match="dcp-remote verify") as caught:
-        copy_checkpoints(source, destination)
+        copy_checkpoints(source, destination, step=10)
+    assert copy_checkpoints(source, MemoryStore()).damaged == [10, 20, 30]  # all share it
     assert (caught.value.details["step"], caught.value.details["shard"]) == (10, key)
     assert live(destination) == ()
     source.put(key, [whole])
@@ -437,10 +467,9 @@ def test_other_pieces_of_a_shard_that_was_copied_are_verified() -> None:
     place = whole.index(b.numpy().tobytes())
     copy_checkpoints(source, destination, step=20)
     source.put(key, [whole[:place] + b"x" + whole[place + 1 :]])
-    with pytest.raises(CorruptCheckpointError):
-        copy_checkpoints(source, destination)
+    assert copy_checkpoints(source, destination).damaged == [10]
     source.put(key, [whole])
-    copy_checkpoints(source, destination)
+    assert [entry.step for entry in copy_checkpoints(source, destination).copied] == [10]
     assert bool((load(destination, step=10)["b"] == b).all())
 
 

@@ -28,9 +28,11 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     StorageError,
 )
+from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run import verification
+from dcp_remote.run.copying import copy_checkpoints
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.shard_check import Damage, Depth
 from dcp_remote.run.verification import VerifyReport, verify
@@ -166,6 +168,30 @@ def test_a_bit_of_a_block_table_that_concerns_another_piece(run: MemoryStore) ->
     table_start = int(manifest.shards.data_starts[number] - manifest.shards.table_lengths[number])
     flip(run, key, table_start + 16 * int(manifest.pieces.table[piece]))
     assert sole(Run(run).verify(200, depth="deep")).entries == ("model.frozen", "model.weight")
+
+
+@pytest.mark.parametrize("depth", ["sample", "deep"])
+def test_a_manifest_that_disagrees_with_a_block_table(run: MemoryStore, depth: Depth) -> None:
+    """Change the digest of a tensor of many blocks in a sealed manifest: no load takes the tensor, and no copy."""
+    (*_, entry) = live(run)
+    manifest = manifest_at(run, entry.step)
+    piece = int(manifest.tensors.piece_first[manifest.tensors.index["model.weight"]])
+    digests = bytearray(manifest.pieces.digests)
+    digests[16 * piece] ^= 1
+    wrong = replace(manifest, pieces=replace(manifest.pieces, digests=bytes(digests)))
+    put(run, entry.manifest, manifest_json.encode(wrong))
+    damage = sole(verify(run, depth=depth))
+    assert (damage.kind, damage.entries, damage.steps) == ("bytes", ("model.weight",), (entry.step,))
+    with pytest.raises(CorruptCheckpointError):
+        load(run, step=entry.step, keys="model.*")
+    with pytest.raises(CorruptCheckpointError, match="verify"):
+        copy_checkpoints(run, MemoryStore(), step=entry.step)
+
+
+def test_places_of_another_form(run: MemoryStore) -> None:
+    for place in ("300:shards/00/x", "shards/00/x", "x"):
+        with pytest.raises(InvalidArgumentError, match="place"):
+            verify(run, after=place)
 
 
 @examples(40)

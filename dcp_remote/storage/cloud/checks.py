@@ -84,9 +84,10 @@ class S3Checks:
         if not endpoint.has_proxy:
             return Finding("ok", "none for this endpoint")
         proxies = getproxies()
-        proxy_url = proxies.get(urlsplit(endpoint.endpoint_url).scheme) or proxies.get("all")
+        url = proxies.get(urlsplit(endpoint.endpoint_url).scheme) or proxies.get("all") or ""
+        host = url.rpartition("@")[2]  # without user and password
         cure = "If the endpoint can be reached without a proxy, add its host to NO_PROXY: reads then take less CPU."
-        return Finding("warn", f"requests go through {proxy_url}, from the environment", cure)
+        return Finding("warn", f"requests go through the proxy {host}, from the environment", cure)
 
     def _check_endpoint(self) -> Finding:
         """Connect to the endpoint, then send it a HEAD without credentials, and note the time in the answer."""
