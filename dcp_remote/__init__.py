@@ -124,7 +124,8 @@ _LAZY = {
 }
 
 
-# That of pyproject.toml, which an installation without dependencies, or a container of a vendor, may not have.
+# Oldest torch that pyproject.toml allows; an installation without dependencies, or a vendor's container, may have an
+# older one.
 _TORCH_MIN = (2, 9)
 
 

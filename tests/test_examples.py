@@ -32,7 +32,7 @@ TIMEOUT_SECONDS = 240.0  # of a job, on a machine that others use as well
 
 @dataclass(frozen=True)
 class Run:
-    """How a job ended, and what its ranks noted."""
+    """End of a job, and the notes of its ranks."""
 
     exit_status: int
     output: str
@@ -91,7 +91,7 @@ def train(folder: Path, *arguments: str, ranks: int, checkpoint: str) -> Run:
 
 
 def live_steps(checkpoint: str) -> list[int]:
-    """Of a run."""
+    """Return the steps of a run."""
     catalog = catalog_of(open_store(checkpoint))
     return [entry.step for entry in catalog.entries] if catalog is not None else []
 
@@ -112,7 +112,7 @@ def test_slurm_script_runs_the_example_and_is_queued_again_unless_it_has_finishe
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu-[07-08]", "SLURM_JOB_NUM_NODES": "2"}
     environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CHECKPOINT": "s3://my-bucket/run"}
-    for status, restarts, is_queued in ((0, 0, False), (1, 0, True), (1, 20, False)):
+    for status, restarts, is_queued in ((0, 0, False), (1, 0, True), (1, 18, True), (1, 19, False)):
         noted.write_text("")
         more = {"SRUN_STATUS": str(status), "SLURM_RESTART_COUNT": str(restarts)}
         ended = subprocess.run(["bash", str(script), "--steps", "9"], env={**environment, **more}, check=False)

@@ -1,4 +1,4 @@
-"""What is shipped, and how it is installed: the wheel, its metadata, and the Makefile on poor machines."""
+"""Package as it is shipped and installed: the wheel, its metadata, and the Makefile on poor machines."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.support.properties import examples
 
 
 def test_the_same_examples_each_time(torture_seconds: float) -> None:
-    """Of one property, tried twice; of one that says how many, too. In the long campaign others, and more.
+    """Examples of one property, tried twice; of one that says how many, too. In the long campaign others, and more.
 
     As many as the chosen profile says: 10 of 100 in `make test`, 100 in the short campaign, 500 in the long one.
     """

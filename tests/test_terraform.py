@@ -72,7 +72,7 @@ APPLIED = [
 
 
 def mirrors() -> Iterable[Path]:
-    """Where a mirror of providers may lie: a folder that holds `registry.terraform.io/hashicorp/aws`."""
+    """Return where a mirror of providers may lie: a folder that holds `registry.terraform.io/hashicorp/aws`."""
     if "TF_PLUGIN_MIRROR" in os.environ:
         yield Path(os.environ["TF_PLUGIN_MIRROR"])
     if TERRAFORM:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Annotated
 
 from dcp_remote.cli.arguments import SourceOptions, StorageOptions, Url, argument, parse_step, split_options
 from dcp_remote.cli.ls import build_entry
-from dcp_remote.cli.output import Output
+from dcp_remote.cli.output import Output, show_line
 from dcp_remote.common.text import format_count, human_bytes, join_some
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.run.copying import CopyReport, copy_checkpoints
@@ -43,8 +42,7 @@ def cp(
     try:
         report = copy_checkpoints(from_store, to_store, step=step, since=since, on_progress=_show_progress)
     finally:
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        show_line()
     size = f"{human_bytes(report.bytes_copied)} in {format_count(report.shards, 'shard')}, verified"
     copied = f"{format_count(len(report.copied), 'checkpoint')}, {size}" if report.copied else "nothing new"
     out.say(f"copied {from_store.url} to {to_store.url}: {copied}")
@@ -77,9 +75,6 @@ def cp(
 
 
 def _show_progress(report: CopyReport) -> None:
-    """Draw a line anew on a terminal."""
-    if sys.stderr.isatty():
-        done = human_bytes(report.bytes_copied + report.bytes_there)
-        number = len(report.copied) + len(report.gone) + 1
-        text = f"checkpoint {number} of {report.checkpoints}: {done} of {human_bytes(report.bytes_expected)}"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    done = human_bytes(report.bytes_copied + report.bytes_there)
+    number = len(report.copied) + len(report.gone) + len(report.damaged) + 1
+    show_line(f"checkpoint {number} of {report.checkpoints}: {done} of {human_bytes(report.bytes_expected)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from dcp_remote.cli.arguments import SourceOptions, StorageOptions, Url, argument, parse_step, split_options
 from dcp_remote.cli.output import Output
-from dcp_remote.cli.show import TOP_LEVEL, build_entry, describe_entry, summarize_group
+from dcp_remote.cli.show import RETRY_SECONDS, TOP_LEVEL, build_entry, describe_entry, summarize_group
 from dcp_remote.common.text import human_bytes
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import NEWEST_WORDS
@@ -16,9 +16,6 @@ from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.differences import State, compare_manifests
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import open_store
-
-# Short, because a user waits at a terminal: an outage is reported within seconds.
-_RETRY_SECONDS = 10.0
 
 
 def diff(
@@ -64,35 +61,38 @@ def diff(
     options_a, options_b = split_options(url, other, source_options, storage_options)
     store_a, store_b = open_store(url, options_a), open_store(other, options_b)
     step_a, step_b = (steps[0], steps[-1]) if steps else (None, None)
-    a = read_manifest(store_a, step=step_a, retry_seconds=_RETRY_SECONDS)
-    b = read_manifest(store_b, step=step_b, retry_seconds=_RETRY_SECONDS)
+    a = read_manifest(store_a, step=step_a, retry_seconds=RETRY_SECONDS)
+    b = read_manifest(store_b, step=step_b, retry_seconds=RETRY_SECONDS)
     names = list(dict.fromkeys([*a.names(), *b.names()]))
     if key:
         names = choose_names(names, key, paths={**(b.flatten or {}), **(a.flatten or {})})
     states = compare_manifests(a, b, names)
     differing = {name: state for name, state in states.items() if state != "equal"}
+    # Made before the first line is printed, since a damaged value raises.
+    listed = [f"{name}  {state}: {_describe_sides(a, b, name, state)}" for name, state in differing.items() if key]
     out.say(f"A  {_describe_side(store_a.url, a)}", f"B  {_describe_side(store_b.url, b)}", "")
     out.say(*_summarize(a, b, states))
-    if differing and key:
-        out.say("", *(f"{name}  {state}: {_describe_sides(a, b, name, state)}" for name, state in differing.items()))
+    if listed:
+        out.say("", *listed)
     elif differing:
         out.say("", "To list what differs: --key 'model.*', or --key '*'")
-    out.give(
-        {
-            "a": _build_side(store_a.url, a),
-            "b": _build_side(store_b.url, b),
-            "equal": len(states) - len(differing),
-            "differences": [
-                {
-                    "name": name,
-                    "difference": state,
-                    "a": None if state == "only_b" else build_entry(a, name),
-                    "b": None if state == "only_a" else build_entry(b, name),
-                }
-                for name, state in differing.items()
-            ],
-        }
-    )
+    if out.as_json:
+        out.give(
+            {
+                "a": _build_side(store_a.url, a),
+                "b": _build_side(store_b.url, b),
+                "equal": len(states) - len(differing),
+                "differences": [
+                    {
+                        "name": name,
+                        "difference": state,
+                        "a": None if state == "only_b" else build_entry(a, name),
+                        "b": None if state == "only_a" else build_entry(b, name),
+                    }
+                    for name, state in differing.items()
+                ],
+            }
+        )
     return bool(differing)
 
 
@@ -109,9 +109,8 @@ def _summarize(a: Manifest, b: Manifest, states: Mapping[str, State]) -> Iterato
     """Yield a line for the entries of each top-level key that are in the same state."""
     groups: dict[tuple[str, State], list[str]] = {}
     for name, state in states.items():
-        flatten = (a if state == "only_a" else b).flatten
-        top = top_level_key(flatten.get(name) if flatten else None)
-        groups.setdefault((top, state), []).append(name)
+        paths = (a if state == "only_a" else b).flatten or {}
+        groups.setdefault((top_level_key(paths.get(name)), state), []).append(name)
     for (top, state), names in groups.items():
         yield f"{top or TOP_LEVEL}  {state}: {summarize_group(a if state == 'only_a' else b, names)}"
 

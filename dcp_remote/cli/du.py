@@ -33,8 +33,8 @@ def du(
     """Print what a run stores, by checkpoint and by top-level key of the state, and its orphans.
 
     A shard that several checkpoints share counts once. What a retention would free is told by `prune` without --yes.
-    Costs a GET of each manifest, and a LIST of the run, of a request per thousand objects. Exit code 1 if a manifest
-    cannot be read.
+    Costs two GETs of the catalog, one of each manifest, and a LIST of the run, of a request per thousand objects. Exit
+    code 1 if a manifest cannot be read.
     """
     if price is not None and not 0 <= price < math.inf:
         raise InvalidArgumentError("--price must be at least 0, and finite.", price=price)

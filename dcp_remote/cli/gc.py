@@ -8,16 +8,12 @@ from itertools import islice
 from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
-from dcp_remote.cli.ls import build_entry
+from dcp_remote.cli.ls import build_entry, require_answer
 from dcp_remote.cli.output import Output
-from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.errors import InvalidArgumentError, StorageError
-from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run.gc import GRACE_SECONDS, find_orphans, remove_orphans
-from dcp_remote.run.lookup import exists
 from dcp_remote.storage import ObjectInfo, ObjectStore, open_store
-from dcp_remote.storage.retrying import RetryingStore
 
 _HOUR_SECONDS = 3600.0
 
@@ -88,8 +84,7 @@ def _find(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool)
 
 
 def _remove(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool) -> None:
-    # Asked apart, since deleting waits for an outage to end: so a wrong endpoint is reported within seconds.
-    exists(RetryingStore(store, Deadline(_LOOK_SECONDS)), CATALOG_KEY)
+    require_answer(store)
     removal = remove_orphans(store, grace_seconds=grace_hours * _HOUR_SECONDS)
     noun = _say_title(out, store.url, is_run=removal.is_run)
     if as_list:

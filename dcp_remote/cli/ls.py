@@ -10,10 +10,10 @@ from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
 from dcp_remote.cli.output import Output
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, human_seconds, shorten
-from dcp_remote.format.catalog import Catalog, Entry
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.info import find_age_seconds, require_run, require_run_url
-from dcp_remote.run.lookup import not_found
+from dcp_remote.run.lookup import exists, not_found
 from dcp_remote.run.runs_below import FoundRun, list_runs
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import RetryingStore
@@ -101,6 +101,11 @@ def _format_run(run: FoundRun) -> tuple[str, ...]:
     age_seconds = find_age_seconds(run.newest.created, time.time())
     age = human_seconds(age_seconds) if age_seconds is not None else ""
     return name, str(run.newest.step), age, human_bytes(run.newest.size_bytes), last
+
+
+def require_answer(store: ObjectStore) -> None:
+    """Raise unless the store answers soon: later requests of a command wait for an outage to end. One HEAD."""
+    exists(RetryingStore(store, Deadline(_RETRY_SECONDS)), CATALOG_KEY)
 
 
 def read_run_catalog(store: ObjectStore) -> Catalog:

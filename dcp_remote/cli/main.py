@@ -71,7 +71,8 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "watch": watch,
 }
 
-# Commands that write nothing: their options may be abbreviated, since a mistyped one deletes nothing.
+# Commands that write nothing, and that Ctrl-C may end at once (not `verify`, which then prints where to go on). Their
+# options may be abbreviated, since a mistyped one deletes nothing.
 _READING = ("ls", "show", "du", "diff", "watch")
 
 

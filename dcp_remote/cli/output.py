@@ -33,3 +33,9 @@ class Output:
         """Print one of several documents at once, on a line of its own, for a command that goes on."""
         if self.as_json:
             print(json.dumps(document), flush=True)
+
+
+def show_line(text: str = "") -> None:
+    """Draw a line anew on standard error, if that is a terminal; without a text, remove the line."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ _FILES_MARK = "dcp_remote.Files"
 _FILES_BEGIN = f'{{"$tuple":["{_FILES_MARK}",'.encode()
 
 # Short, because a user waits at a terminal: an outage is reported within seconds.
-_RETRY_SECONDS = 10.0
+RETRY_SECONDS = 10.0
 
 # Facts whose name in the JSON document is not plain enough for text. "thinned": top-level keys removed by retention.
 _LABELS = {"thinned": "without"}
@@ -50,7 +50,7 @@ def show(
     Or of the newest checkpoint of a run, from its manifest alone: one GET, for a run three (two if a step is given).
     """
     store = open_store(url, storage_options)
-    manifest = read_manifest(store, step=step, retry_seconds=_RETRY_SECONDS)
+    manifest = read_manifest(store, step=step, retry_seconds=RETRY_SECONDS)
     chosen = choose_names(list(manifest.names()), key, paths=manifest.flatten) if key else None
     if out.as_json:
         names = manifest.names() if chosen is None else chosen
@@ -170,7 +170,7 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name in manifest.names():
         if name not in files:
-            groups.setdefault(top_level_key(manifest.flatten.get(name) if manifest.flatten else None), []).append(name)
+            groups.setdefault(top_level_key((manifest.flatten or {}).get(name)), []).append(name)
     rows = [(escape_unprintable(top) or TOP_LEVEL, summarize_group(manifest, names)) for top, names in groups.items()]
     rows += files.items()
     width = max((len(title) for title, _ in rows), default=0)

@@ -7,19 +7,13 @@ from dataclasses import asdict
 from typing import Annotated, Self
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag, parse_step
-from dcp_remote.cli.output import Output
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.cli.ls import require_answer
+from dcp_remote.cli.output import Output, show_line
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, join_some, shorten
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run import verification
-from dcp_remote.run.lookup import exists
 from dcp_remote.run.shard_check import Damage, Depth
 from dcp_remote.storage import open_store
-from dcp_remote.storage.retrying import RetryingStore
-
-# Deadline for the first request, short because a user waits.
-_LOOK_SECONDS = 10.0
 
 
 def verify(
@@ -43,8 +37,7 @@ def verify(
     if quick and deep:
         raise InvalidArgumentError("--quick and --deep exclude each other.")
     store = open_store(url, storage_options)
-    # Asked apart, since later requests wait for an outage to end: so a wrong endpoint is reported within seconds.
-    exists(RetryingStore(store, Deadline(_LOOK_SECONDS)), CATALOG_KEY)
+    require_answer(store)
     depth: Depth = "quick" if quick else "deep" if deep else "sample"
     with _Progress() as progress:
         report = verification.verify(store, step=step, depth=depth, after=after, report_progress=progress.show)
@@ -87,16 +80,12 @@ class _Progress:
         self._shards, self._place = self._shards + 1, place
         if damage is not None:
             self._damaged.append(f"{damage.key}: {damage.reason}")
-        if sys.stderr.isatty():
-            text = (
-                f"{format_count(self._shards, 'shard')}, {human_bytes(read_bytes)} read, {len(self._damaged)} damaged"
-            )
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        shards = format_count(self._shards, "shard")
+        show_line(f"{shards}, {human_bytes(read_bytes)} read, {len(self._damaged)} damaged")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Remove the line; print the damage that an interrupted call has found, and the place to go on from."""
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        show_line()
         if kind is not None and self._place:
             for text in self._damaged:
                 print(f"damaged, or deleted meanwhile: {escape_unprintable(text)}", file=sys.stderr)

@@ -13,6 +13,11 @@ _LISTED_CHARACTERS_MAX = 60
 # Ranks, or other items, that a message names.
 _JOINED_MAX = 16
 
+_DAY_SECONDS = 86_400
+
+# Seconds below which a duration is in a unit, the seconds of the unit, and the text; all else is in days.
+_DURATIONS = ((60, 1, "{:.0f} s"), (3600, 60, "{:.0f} min"), (2 * _DAY_SECONDS, 3600, "{:.1f} h"))
+
 
 def escape_unprintable(text: str) -> str:
     """Return a text as one line, with all characters escaped but graphic ones and the plain space.
@@ -54,9 +59,7 @@ def join_some(items: Sequence[object]) -> str:
 
 def human_seconds(seconds: float) -> str:
     """Return a duration with its unit: `8 s`, `2 min`, `1.5 h`, `3 d`."""
-    if seconds < 60:  # noqa: PLR2004  # a minute
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    if minutes < 60:  # noqa: PLR2004  # an hour
-        return f"{minutes:.0f} min"
-    return f"{minutes / 60:.1f} h" if minutes < 2880 else f"{minutes / 1440:.0f} d"  # noqa: PLR2004  # two days
+    for limit, unit, form in _DURATIONS:
+        if seconds < limit:
+            return form.format(seconds / unit)
+    return f"{seconds / _DAY_SECONDS:.0f} d"

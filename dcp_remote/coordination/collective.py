@@ -348,7 +348,8 @@ class Collective:
         if self._heartbeat is None:
             return decide([value])[0]
         if not self._member.is_coordinator:
-            return self._contribute(value, shared=shared)  # type: ignore[no-any-return]  # what `decide` made there
+            answer: R = self._contribute(value, shared=shared)  # which `decide` made on the coordinator
+            return answer
         own, others = decide(self._collect(value))
         self._publish({self._outcome.keys.answer(self._round, to): answer for to, answer in others.items()})
         return own

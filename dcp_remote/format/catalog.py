@@ -210,9 +210,8 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
 
 def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog:
     """Mark checkpoints as abandoned."""
-    rest = (entry for entry in catalog.entries if entry.save_id not in save_ids)
-    marked = (replace(entry, abandoned=True) for entry in catalog.entries if entry.save_id in save_ids)
-    return _with(catalog, [*rest, *marked])
+    marked = (replace(entry, abandoned=True) if entry.save_id in save_ids else entry for entry in catalog.entries)
+    return _with(catalog, marked)
 
 
 def thin_entry(

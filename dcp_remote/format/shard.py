@@ -84,7 +84,9 @@ class ShardNames:
 
     rank: int  # in the process group
     origin: str = ""  # prefix of the names; for a save into a run, that of `keys.origin`
-    token: str = field(default_factory=lambda: secrets.token_hex(8))  # random, no other save has it
+    token: str = field(
+        default_factory=lambda: secrets.token_hex(8)
+    )  # random, no other save has it; in a copy, a digest
 
     def renew(self) -> ShardNames:
         """Return fresh names for the same rank and save."""

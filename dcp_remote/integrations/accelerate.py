@@ -382,7 +382,7 @@ def _wrap_load(load: Any, folders: RemoteFolders | None, settings: Mapping[str, 
         if run_url is not None and not is_remote(run_url):
             run_url = folders.url if folders is not None and folders.is_active else None
         url = run_url if input_dir is None else input_dir
-        is_folder = not is_remote(url) and url != run_url
+        is_folder = not is_remote(url) and (url is None or url != run_url)
         if is_folder and (folders is None or not folders.stands_for(input_dir, files=_OWN_FILES)):
             return load(self, input_dir, *args, **kwargs)
         _require_no_options(kwargs, *args)
@@ -456,7 +456,8 @@ def _automatic_folder(accelerator: Any) -> str | None:
     """Return the folder, or the URL of the run, in which `automatic_checkpoint_naming` saves; None without it."""
     if not accelerator.project_configuration.automatic_checkpoint_naming or accelerator.project_dir is None:
         return None
-    return f"{str(accelerator.project_dir).rstrip('/')}/checkpoints"
+    folder = str(accelerator.project_dir)
+    return f"{folder.rstrip('/')}/checkpoints" if folder else "checkpoints"
 
 
 # ---- changes of Accelerate itself, made when this module is imported

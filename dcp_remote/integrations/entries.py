@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 # Key of an engine of DeepSpeed, which has no use for some of the entries below it.
-_ENGINE_KEY = "deepspeed"
+ENGINE_KEY = "deepspeed"
 
 
 def keep_only(*keys: str) -> Callable[[str], str | None]:
@@ -24,14 +24,14 @@ def keep_used(state: Mapping[str, Any]) -> Callable[[str], str | None]:
 
 
 def leave_out(state: Mapping[str, Any], *keys: str) -> Callable[[str], str | None]:
-    """Return a function for `rename=` that leaves out the entries below some keys, and those of an engine alone."""
+    """Return a function for `rename=` that leaves out entries below some keys, and those of an engine without use."""
     return lambda name: name if _key_of(name) not in keys and _is_used(name, state) else None
 
 
 def _is_used(name: str, state: Mapping[str, Any]) -> bool:
     """Return whether a state has a use for an entry, if that is one of an engine."""
-    is_of_engine = _key_of(name) == _ENGINE_KEY
-    return not is_of_engine or (_ENGINE_KEY in state and state[_ENGINE_KEY].takes(name))
+    is_of_engine = _key_of(name) == ENGINE_KEY
+    return not is_of_engine or (ENGINE_KEY in state and state[ENGINE_KEY].takes(name))
 
 
 def _key_of(name: str) -> str:

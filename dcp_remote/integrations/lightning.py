@@ -423,8 +423,8 @@ _save_locally = Trainer.save_checkpoint
 def _save_checkpoint(self: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None) -> None:
     """Save to a run by a strategy of this module, or to a local file as Lightning does."""
     url, strategy = to_url(filepath), self.strategy
-    is_of_lightning = not isinstance(strategy, (RemoteStrategy, *_FOLDER_STRATEGIES))
-    if not is_remote(url) or is_of_lightning or self.model is None:
+    writes_by_fsspec = not isinstance(strategy, (RemoteStrategy, *_FOLDER_STRATEGIES))
+    if not is_remote(url) or writes_by_fsspec or self.model is None:
         _save_locally(self, filepath, weights_only, storage_options)
         return
     if not isinstance(strategy, RemoteStrategy):

@@ -9,6 +9,7 @@ Settings of the run follow the import as JSON:
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -123,7 +124,8 @@ class RemoteCheckpointManager(CheckpointManager):
     def _load_initial(self) -> bool:
         if self.initial_load_path is None or not is_remote(self.initial_load_path):
             return bool(super()._load())
-        path = find_checkpoint(self.initial_load_path, **self._storage)
+        # torchtitan's name of a step, also where another program has saved the run.
+        path = find_checkpoint(re.sub(r"/step-(\d+)/?$", r"/\1", self.initial_load_path), **self._storage)
         states = {MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest())
         with RunManager(path.run_url, **self._storage) as run:
             self._restore(run, states, path.checkpoint, go_on=False, must_exist=True)

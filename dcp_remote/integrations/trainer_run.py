@@ -18,7 +18,7 @@ from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.adapters import AdapterState, is_peft
-from dcp_remote.integrations.entries import keep_only, leave_out
+from dcp_remote.integrations.entries import ENGINE_KEY, keep_only, leave_out
 from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
 from dcp_remote.integrations.wrappers import training_parts, unwrap_optimizer
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 # Entries of a checkpoint beside those of `training_state`.
 FILES_KEY = "files"
 ABOUT_KEY = "trainer"
-# Entries of an engine of DeepSpeed alone.
-_ENGINE_KEY = "deepspeed"
 
 # Beginning of the name of a trainer's temporary folder.
 FOLDER_PREFIX = "dcp_remote-trainer-"
@@ -295,7 +293,7 @@ class RemoteRun:
         lacking = sorted(state.keys() - self._read_entries)
         for key in lacking:
             del state[key]
-        if {*lacking} - {_ENGINE_KEY}:
+        if {*lacking} - {ENGINE_KEY}:
             logger.warning("%s: step %d was saved without %s: they start anew", manager.url, step, ", ".join(lacking))
         rename, is_own = leave_out(state, FILES_KEY, ABOUT_KEY), manager is self.manager
         # Ignored are such as the scaler of a training in fp16, which goes on in another precision: a warning names it.

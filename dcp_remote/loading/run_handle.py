@@ -191,7 +191,8 @@ class Run:
             step: Step or name of one checkpoint; None is all that are live, or a checkpoint by itself.
             depth: "quick" compares the lengths of shards, and reads none. "sample" also reads up to three blocks of
                 each shard (at most 1 MiB each, other ones in each call) and its block table: up to four GETs. "deep"
-                reads all that the checkpoints name: a GET for each block table, and for each 4 MiB.
+                reads all that the checkpoints name: a GET for each block table, and for each 4 MiB. A shard in which
+                "sample" finds damage is read as by "deep"; ranges that differ are read twice.
 
         Raises:
             CorruptCheckpointError: The catalog is damaged or lost; all other damage is in the report.

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.errors import (
-    CommitUnknownError,
     ConditionFailedError,
     CorruptCheckpointError,
     DcpRemoteError,
@@ -129,12 +129,12 @@ class FailedPut:
 def put_until_settled(
     store: ObjectStore,
     key: str,
-    body: bytes,
+    body: Buffer,
     seen: _Seen,
     *,
     look: Callable[[], _Seen],
-    decide: Callable[[_Seen, FailedPut], bytes | None],
-    unknown: Callable[[DcpRemoteError], CommitUnknownError],
+    decide: Callable[[_Seen, FailedPut], Buffer | None],
+    unknown: Callable[[DcpRemoteError], DcpRemoteError],
     backoff: Backoff,
 ) -> None:
     """Put an object on the condition that it is as it was seen, until it is known what became of that.
@@ -149,7 +149,7 @@ def put_until_settled(
     old one or the new one, whole. The reads of `store` are retried; its conditional PUTs are not, since only this
     function can settle them.
     """
-    content: bytes | None = body
+    content: Buffer | None = body
     refusals, is_unclear = 0, False
     while content is not None:
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -26,6 +27,7 @@ from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointGoneError,
     CorruptCheckpointError,
+    DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
 )
@@ -43,6 +45,7 @@ from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.manifest import Manifest, RunInfo
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import swap
+from dcp_remote.run.conditional_put import Backoff, put_until_settled
 from dcp_remote.run.info import require_run
 from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import (
@@ -53,14 +56,14 @@ from dcp_remote.run.lookup import (
     require_no_checkpoint_by_itself,
     require_not_lost,
 )
-from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 
 logger = logging.getLogger(__name__)
 
 # Beginning of `Catalog.holder` while no job has taken the fence of a copied run.
-HOLDER = "dcp-remote cp"
+_HOLDER = "dcp-remote cp"
 _HOLDER_CHARACTERS_MAX = 1_000
 
 # Time for which the first requests to each store are repeated: short, because a user waits.
@@ -113,8 +116,10 @@ def copy_checkpoints(
     Raises:
         CorruptCheckpointError: The checkpoint that was asked for is damaged, and was not committed. Of a whole run, the
             others are copied, and the damaged ones are in the report.
-        InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it.
-        FencedError: A job has taken the destination meanwhile.
+        CheckpointGoneError: The checkpoint that was asked for was deleted or thinned meanwhile.
+        InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it (any more).
+        FencedError: A job has taken the destination while a checkpoint was copied.
+        CommitConflictError: Another copier has replaced the step meanwhile.
         CheckpointExistsError: The destination has another checkpoint, which is pinned, named, or by itself.
         BeginAgainError: gc has removed shards that were put. Copy again.
     """
@@ -146,8 +151,28 @@ class _Shard:
         return all(is_piece_whole(*piece) for piece in self.pieces)
 
 
+def _put_once(store: ObjectStore, key: str, body: memoryview, deadline: Deadline) -> None:
+    """Put an object under a key that has none, or leave what another copier has put there."""
+
+    def look() -> ObjectInfo | None:
+        with suppress(ObjectNotFoundError):
+            return store.head(key)
+        return None
+
+    put_until_settled(
+        store,
+        key,
+        body,
+        None,
+        look=look,
+        decide=lambda there, _: body if there is None else None,
+        unknown=lambda failure: failure,
+        backoff=Backoff(deadline),
+    )
+
+
 def _hash_key(key: str) -> str:
-    """Return the part of the name of a copy that follows from the content: keys of a run are never written twice."""
+    """Return the part of the name of a copy that follows from the content: no key is ever written twice."""
     return digest(key.encode()).hex()[:16]
 
 
@@ -211,13 +236,13 @@ class _Copier:
                 return None
             require_no_checkpoint_by_itself(reading)
             require_not_lost(reading)
-            holder = f"{HOLDER}, from {self._source.url}"[:_HOLDER_CHARACTERS_MAX]
+            holder = f"{_HOLDER}, from {self._source.url}"[:_HOLDER_CHARACTERS_MAX]
             return replace(take_fence(now, holder), run_id=self._catalog.run_id)
 
         return swap(self._destination, change, deadline=deadline, create=True)
 
     def _require_copy(self, now: Catalog) -> None:
-        if now.run_id != self._catalog.run_id or not now.holder.startswith(HOLDER):
+        if now.run_id != self._catalog.run_id or not now.holder.startswith(_HOLDER):
             raise InvalidArgumentError(
                 "The destination is no copy that `dcp-remote cp` may change: it is another run, or the source itself, "
                 "or a job has saved there since, or its catalog was recovered. Copy to another URL.",
@@ -231,7 +256,8 @@ class _Copier:
         self._require_copy(now)
         there, began = now.entry_at(entry.step), now.revision
         if there is not None and there.save_id == entry.save_id:
-            return now  # another copier was faster
+            self._report.present.append(entry.step)  # another copier was faster
+            return now
         self._require_replaceable(there, entry)
         manifest = read_entry(self._source, entry)
         assert manifest.run is not None, "the manifest of an entry has a run"
@@ -294,14 +320,22 @@ class _Copier:
         return {shard.key.partition("-rank-00000-")[2][:16]: shard for shard in shards}
 
     def _copy_shards(self, manifest: Manifest, shards: Mapping[str, _Shard]) -> None:
-        """Copy shards to keys of the destination, but for those that lie there."""
+        """Copy shards to keys of the destination, but for those that lie there, or that another copier puts first."""
+        damage: list[DcpRemoteError] = []
 
         def copy_one(key: str) -> None:
+            if damage:
+                return
             shard, deadline = shards[key], Deadline(_COPY_SECONDS)
             writing = RetryingStore(self._destination, deadline)
             is_there = exists(writing, key)
-            if not is_there:
-                writing.put(key, [self._read_shard(manifest, shard, RetryingStore(self._source, deadline))])
+            try:
+                if not is_there:
+                    body = self._read_shard(manifest, shard, RetryingStore(self._source, deadline))
+                    _put_once(writing, key, body, deadline)
+            except (CheckpointGoneError, CorruptCheckpointError) as error:
+                damage.append(error)  # raised once the others have ended, whose memory and progress would outlive this
+                return
             with self._lock:
                 if is_there:
                     self._report.bytes_there += shard.size_bytes
@@ -311,6 +345,8 @@ class _Copier:
                 self._on_progress(self._report)
 
         in_parallel(copy_one, list(shards))
+        if damage:
+            raise damage[0]
 
     def _read_shard(self, manifest: Manifest, shard: _Shard, store: ObjectStore) -> memoryview:
         """Read and verify a shard; once more, by another way, if it is damaged."""

@@ -18,7 +18,6 @@ import numpy as np
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointGoneError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     DcpRemoteError,
     UnsupportedFormatError,
@@ -116,7 +115,7 @@ def read_usage(
             manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds())
         except CheckpointGoneError:
             return
-        except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
             usage.unreadable[entry] = error
             return
         # Interned, since most checkpoints of a run name the same shards.

@@ -19,7 +19,7 @@ from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.location import require_timeout
 from dcp_remote.storage.request_context import limit_requests
 
-Found = TypeVar("Found")
+_Found = TypeVar("_Found")
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,13 @@ def watch_run(
 
 def _wait(
     store: ObjectStore,
-    choose: Callable[[Catalog | None], Found | None],
+    choose: Callable[[Catalog | None], _Found | None],
     *,
     timeout_seconds: float,
     poll_seconds: float,
     tells_once: bool,
     clock: Clock | None,
-) -> Found | None:
+) -> _Found | None:
     """Look at the catalog until `choose` finds something in it, and return that; None if there is nothing in time."""
     if timeout_seconds != math.inf:
         require_timeout(timeout_seconds)

@@ -480,11 +480,6 @@ def holds_stateful(value: object) -> bool:
     return is_container(value) and any(is_stateful(leaf.value) for leaf in iterate_leaves(value))
 
 
-def require_distinct(state: Mapping[Any, object]) -> None:
-    """Refuse a state that cannot be taken apart, see `flatten_state`."""
-    flatten_state(state)
-
-
 class TextKeys:
     """Copy of a template in which all keys are text, for torch to load into.
 

@@ -118,7 +118,7 @@ def nth(
     """Return a fault that hits the `number`-th request of a store (from 1) and, if `persistent`, all later ones.
 
     For a fault loop: fail the first request, then the second, and so on until the test ends before its fault is reached
-    (`FaultyStore.hits` is empty).
+    (`FaultyStore.hits` is empty). `lost`, `error` and `later_by` are those of `Fault`.
     """
     when = _IsNth(number, onwards=persistent)
     return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
@@ -132,7 +132,10 @@ def matching(
     error: Callable[[], BaseException] | None = None,
     later_by: int | None = None,
 ) -> Fault:
-    """Return a fault that hits the first request for which `when(verb, key, number)` is true; if `persistent`, all."""
+    """Return a fault that hits the first request for which `when(verb, key, number)` is true; if `persistent`, all.
+
+    `lost`, `error` and `later_by` are those of `Fault`.
+    """
     return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
 
 

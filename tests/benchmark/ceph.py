@@ -23,7 +23,7 @@ class CephServer:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What to pass as `storage_options`."""
+        """Options to pass as `storage_options`."""
         given = self.gateway.storage_options
         return {
             "endpoint_url": given["endpoint_url"],

@@ -1,4 +1,4 @@
-"""What is measured, on a small state: every client saves and loads it, in processes of its own."""
+"""Measurements of a small state: every client saves and loads it, in processes of its own."""
 
 from __future__ import annotations
 

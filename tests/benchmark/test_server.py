@@ -379,7 +379,7 @@ def test_uploads_in_parts(boto: Any, server: BenchServer) -> None:
 
 
 def test_s3fs(server: BenchServer) -> None:
-    """What torch's FsspecWriter uses: write by parts, move, read ranges, list, remove."""
+    """Do as torch's FsspecWriter: write by parts, move, read ranges, list, remove."""
     options = server.storage_options
     files = s3fs.S3FileSystem(
         key=options["key"],
@@ -719,7 +719,7 @@ def test_many_at_once(server: BenchServer) -> None:
 
 
 def test_broken_requests(server: BenchServer) -> None:
-    """What is no request ends its connection, and the server goes on."""
+    """Send bytes that are no request: the connection ends, and the server goes on."""
     for wrong in (
         b"\x16\x03\x01 TLS\r\n\r\n",
         b"GET\r\n\r\n",

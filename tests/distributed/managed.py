@@ -51,7 +51,7 @@ def managing(
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call ended on a rank that raised: what a process of another kind can be told of it.
+    """End of a call on a rank that raised, as a process of another kind can be told of it.
 
     Attributes:
         kind: Name of the class of the error.
@@ -193,7 +193,7 @@ def frozen_state(value: float) -> State:
 
 
 def sent_by_saves(path: Path, steps: Sequence[int]) -> list[int]:
-    """How many bytes of shards this rank put in each of them; of what was restored if there was anything."""
+    """Return the bytes of shards that this rank put in each of them; of what was restored if there was anything."""
     store = RecordingStore(LocalStore(str(path)))
     sent = []
     with managing(store) as manager:
@@ -434,7 +434,7 @@ def train_during_a_save(strategy: str, path: Path, held: str) -> tuple[Leaves, L
 
 
 def count_collectives(path: Path) -> tuple[int, int, int]:
-    """How many operations the default group and its meshes' began meanwhile, groups were made, and of an all_reduce."""
+    """Return how many operations the default group and its meshes' began, groups were made, and of an all_reduce."""
 
     def operations() -> int:
         return sum(cast("Any", group)._get_sequence_number_for_group() for group in _world.pg_map)

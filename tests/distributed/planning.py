@@ -68,7 +68,7 @@ def _denied() -> PermissionDeniedError:
 
 @contextmanager
 def scatters_counted() -> Iterator[list[int]]:
-    """How often plans are exchanged: a list of one number."""
+    """Count of the exchanges of plans: a list of one number."""
     count = [0]
     scatter = Collective.scatter
 

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all, by name, and the next call works; ranks are threads, each with its own store.
+"""A failure of one rank is that of all, by name, and the next call works. Ranks are threads, each with its own store.
 
 `tests/distributed/test_manager.py` has one failure of each kind on real ranks.
 """

@@ -171,22 +171,6 @@ class StuckStore(WrappedStore):
         return send()
 
 
-def test_a_thread_that_is_stuck_holds_up_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hang a deletion: later saves commit. Released, the thread goes on, and nothing is left."""
-    for where, name in ((background_save, "_STOP_SECONDS"), (coordinator, "_WAIT_SECONDS")):
-        monkeypatch.setattr(where, name, 0.02)
-    store = MemoryStore()
-    stuck = StuckStore(store, "delete")
-    checkpoints = CheckpointManager(stuck, retention=Retention(keep_last=1))
-    for step in range(4):
-        checkpoints.save(step, state_of(step), wait=True)
-    assert stuck.reached.is_set()
-    assert [entry.step for entry in live(store)][-1] == 3
-    stuck.released.set()
-    checkpoints.close()
-    assert_nothing_is_left(store)
-
-
 def test_a_thread_that_was_left_behind_deletes_no_more() -> None:
     """Hang a deletion until its thread is given up: another thread goes on, and what the first had queued stays."""
     store = MemoryStore()

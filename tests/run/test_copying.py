@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dcp_remote import CheckpointManager, RemoteWriter, load
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -27,6 +28,8 @@ from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.labels import set_pin
 from dcp_remote.storage import MemoryStore, ObjectStore
+from dcp_remote.storage.base import Condition, Version
+from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from tests.support.runs import MeanwhileStore, copied, fence, live, manifest_at, named, steps, thin
 from tests.support.simulated_ranks import save_as_ranks
@@ -353,18 +356,36 @@ def test_a_checkpoint_of_the_copy_is_deleted_meanwhile(source: MemoryStore) -> N
     assert refused > 2
 
 
+class PutOnce(WrappedStore):
+    """Store that notes the keys of shards that were put."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.shards: list[str] = []
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        version = super().put(key, buffers, condition=condition)
+        self.shards += [key] if key.startswith("shards/") else []
+        return version
+
+
 def test_two_copies_at_once(source: MemoryStore) -> None:
-    """Save another checkpoint and copy all in between two requests of a copy: both succeed, and it stays newest."""
+    """Save another checkpoint and copy all in between two requests of a copy: both succeed, and it stays newest.
+
+    No key is written twice.
+    """
     for number in itertools.count(1):
         training, destination = copied(source), MemoryStore()
+        once = PutOnce(destination)
 
-        def copy_more(training: MemoryStore = training, destination: MemoryStore = destination) -> None:
+        def copy_more(training: MemoryStore = training, once: PutOnce = once) -> None:
             save(training, 40, resumed_from=30)
-            copy_checkpoints(training, destination)
+            copy_checkpoints(training, once)
 
-        meanwhile = MeanwhileStore(destination, number, copy_more)
+        meanwhile = MeanwhileStore(once, number, copy_more)
         copy_checkpoints(training, meanwhile)
         assert_copied(training if meanwhile.acted else source, destination, tidy=False)
+        assert len(once.shards) == len(set(once.shards))
         if not meanwhile.acted:
             break
 

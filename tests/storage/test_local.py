@@ -485,21 +485,21 @@ def test_local_use_imports_no_client() -> None:
 
 _MOUNTINFO = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 23 22 0:21 / /proc rw - proc proc rw
-30 22 0:40 / /home rw,relatime shared:5 - nfs4 server:/home rw,vers=4.2
-31 30 8:17 / /home/me/scratch rw - xfs /dev/sdb1 rw
-32 22 0:41 / /mnt/with\040space rw - cifs //server/share rw
-33 22 0:42 / /mnt/twice rw - nfs server:/old rw
-34 33 0:43 / /mnt/twice rw - tmpfs none rw
+30 22 0:40 / /net rw,relatime shared:5 - nfs4 server:/net rw,vers=4.2
+31 30 8:17 / /net/job/scratch rw - xfs /dev/sdb1 rw
+32 22 0:41 / /vol/with\040space rw - cifs //server/share rw
+33 22 0:42 / /vol/twice rw - nfs server:/old rw
+34 33 0:43 / /vol/twice rw - tmpfs none rw
 35 22 0:44 / /gcs rw master:3 propagate_from:2 - fuse.gcsfuse bucket rw
 a line that is none
 """
 
 _TYPES = {
-    "ext4": ["/", "/data", "/homestead"],
-    "nfs4": ["/home", "/home/me/run", "/home/me/scratchy"],
-    "xfs": ["/home/me/scratch", "/home/me/scratch/run"],
-    "cifs": ["/mnt/with space/x"],
-    "tmpfs": ["/mnt/twice/x"],
+    "ext4": ["/", "/data", "/network"],
+    "nfs4": ["/net", "/net/job/run", "/net/job/scratchy"],
+    "xfs": ["/net/job/scratch", "/net/job/scratch/run"],
+    "cifs": ["/vol/with space/x"],
+    "tmpfs": ["/vol/twice/x"],
     "fuse.gcsfuse": ["/gcs/x"],
 }
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.s3fs", "lustre", "virtiofs"}

@@ -63,8 +63,9 @@ class S3(Provider):
         nested = options.get("client_kwargs")
         if isinstance(nested, Mapping):
             given = {name: value for name, value in nested.items() if value is not None}
-            if any(options.get(name) not in (None, value) for name, value in given.items()):
-                raise InvalidArgumentError("storage_options give one setting twice, with different values.")
+            twice = next((name for name, value in given.items() if options.get(name) not in (None, value)), None)
+            if twice is not None:
+                raise InvalidArgumentError("storage_options give one setting twice, with different values.", name=twice)
             options = {name: value for name, value in options.items() if name != "client_kwargs"} | given
         return super().parse(bucket, options)
 
@@ -93,7 +94,7 @@ class S3(Provider):
         options, endpoint = self.options, self.endpoint()
         if not endpoint.has_proxy:
             http = {**http, **_forbid_other_hosts(endpoint.endpoint_url)}
-        # As botocore has resolved them, so that obstore's own reading of the environment contradicts none.
+        # Settings as botocore has resolved them: obstore's own reading of the environment must contradict none.
         config: S3Config = {
             "endpoint": endpoint.endpoint_url,
             "aws_endpoint_url_s3": endpoint.endpoint_url,

@@ -1,4 +1,4 @@
-"""Who is compared: ways to save a state to S3 and to load it again, each at its defaults and at its best settings.
+"""Clients that are compared: each saves a state to S3 and loads it again, at its defaults and at its best settings.
 
 Each is a pair of functions of a URL and a state, called on every rank; what it costs to import it is no part of a
 measurement. Peers are imported when they are made: the package does not need them. Over TLS each trusts the server's

@@ -37,11 +37,11 @@ _OF_ALL_RANKS: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 class Server(Protocol):
-    """What is measured against, and what it saw."""
+    """Server that is measured against, and its counts."""
 
     @property
     def storage_options(self) -> Mapping[str, object]:
-        """What to pass as `storage_options`."""
+        """Options to pass as `storage_options`."""
         ...
 
     def counts(self) -> Counts:
@@ -130,7 +130,7 @@ def run_ranks(task: Task, *, seconds_max: float) -> list[Measured]:
 
 
 def _hear(receivers: list[Connection], seconds_max: float) -> list[Measured]:
-    """What each says, in the order of ranks; the first that fails is all that counts."""
+    """Return the message of each, in the order of ranks; the first that fails is all that counts."""
     heard: dict[int, Measured] = {}
     deadline = time.monotonic() + seconds_max
     while len(heard) < len(receivers):

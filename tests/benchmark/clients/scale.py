@@ -1,4 +1,4 @@
-"""What planning and committing cost the coordinator of many ranks: torch's own way against a manager's.
+"""Cost of planning and committing for the coordinator of many ranks: torch's own way against a manager's.
 
     python -m tests.benchmark.clients.scale --ranks 1024 --tensors 1000
 
@@ -51,13 +51,13 @@ _ROWS, _WIDTH = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is planned: tensors sharded over all ranks, unevenly, and one in fifty replicated."""
+    """Size of a plan: tensors sharded over all ranks, unevenly, and one in fifty replicated."""
 
     ranks: int
     tensors: int
 
     def state(self, rank: int) -> dict[str, Any]:
-        """Of one rank; its values are random, as digests that are equal would shrink."""
+        """Return the state of one rank; its values are random, as digests that are equal would shrink."""
         generator = torch.Generator().manual_seed(rank)
         model: dict[str, Any] = {}
         for number in range(self.tensors):
@@ -74,7 +74,7 @@ class Scale:
 
 @dataclass(slots=True)
 class Cost:
-    """What one save cost."""
+    """Cost of one save."""
 
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Cost:
         return self.read(what, [pickle.dumps(value) for value in values])
 
     def read(self, what: str, pickled: Sequence[bytes]) -> list[Any]:
-        """What ranks sent."""
+        """Bytes that ranks sent."""
         self.sent_bytes[what] = sum(map(len, pickled))
         with self.timed(f"reading {what}"):
             return [pickle.loads(data) for data in pickled]  # ours
@@ -125,12 +125,12 @@ class Comparison:
 
     @property
     def seconds_ratio(self) -> float:
-        """How many times the second save's CPU seconds torch's are."""
+        """Ratio of torch's CPU seconds to those of the second save."""
         return self.torchs.seconds / self.second.seconds
 
     @property
     def bytes_ratio(self) -> float:
-        """How many times the second save's bytes torch's are."""
+        """Ratio of torch's bytes to those of the second save."""
         return self.torchs.total_bytes / self.second.total_bytes
 
 
@@ -194,7 +194,7 @@ def _ours_planned(scale: Scale, cost: Cost) -> tuple[list[RankPlan], Planned]:
 
 
 def _ours_known(scale: Scale, cost: Cost) -> None:
-    """What ranks say of a plan that all of them have: the save in which it was made."""
+    """Return the messages of ranks that all have a plan: the save in which it was made."""
     proposal = propose(_planner(scale, 1), shard_bytes_max=SHARD_BYTES_MAX)
     kept = PlanCache(_SAVE_ID, proposal)
     told = (CheckpointLabels(step=2), kept.key_of(propose(_planner(scale, 1), shard_bytes_max=SHARD_BYTES_MAX)))

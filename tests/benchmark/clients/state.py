@@ -1,4 +1,4 @@
-"""What is saved and loaded: parameters and Adam moments of a transformer, from 4 bytes to 200 MiB a tensor."""
+"""State that is saved and loaded: parameters and Adam moments of a transformer, from 4 bytes to 200 MiB a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PERIOD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a transformer; in float32, with two moments and a step for each parameter."""
+    """State of a transformer; in float32, with two moments and a step for each parameter."""
 
     layers: int
     hidden: int
@@ -69,7 +69,7 @@ def state_of(shape: Shape, *, filled: bool) -> dict[str, Any]:
 
 
 def require_loaded(state: dict[str, Any], shape: Shape) -> None:
-    """See that what was loaded are the known values, bit for bit."""
+    """Check that the loaded values are the known ones, bit for bit."""
     moments = state["optim"]["state"]
     for number, (name, size) in enumerate(shape.parameters()):
         tensors = state["model"][name], moments[name]["exp_avg"], moments[name]["exp_avg_sq"]
@@ -82,13 +82,13 @@ def require_loaded(state: dict[str, Any], shape: Shape) -> None:
 
 
 def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
-    """What this rank has of each of its tensors, in their order."""
+    """Return the part of this rank of each of its tensors, in their order."""
     tensors = [*state["model"].values(), *(one for part in state["optim"]["state"].values() for one in part.values())]
     return [_local(tensor) for tensor in tensors]
 
 
 def size_bytes(state: dict[str, Any]) -> int:
-    """Of the memory of its tensors, on this rank."""
+    """Return the bytes of the memory of its tensors, on this rank."""
     return sum(tensor.nbytes for tensor in local_tensors(state))
 
 
@@ -107,7 +107,7 @@ def _tensor(size: tuple[int, ...], number: int, *, filled: bool) -> torch.Tensor
 
 
 def _part(size: tuple[int, ...], number: int, first: int, *, filled: bool) -> torch.Tensor:
-    """Of the values of a tensor, from that one on: a function of the number and the position alone."""
+    """Return values of a tensor, from that one on: a function of the number and the position alone."""
     tensor = torch.empty(size).fill_(0)
     if filled:
         flat = tensor.view(-1)

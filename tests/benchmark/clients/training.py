@@ -1,4 +1,4 @@
-"""What a save costs who goes on meanwhile: until its call returns, and in steps of training."""
+"""Cost of a save for a training that goes on meanwhile: until its call returns, and in steps."""
 
 from __future__ import annotations
 

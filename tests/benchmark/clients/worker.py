@@ -38,7 +38,7 @@ _FAILURE_CHARACTERS_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is measured.
+    """Task of a worker.
 
     Attributes:
         client: One of `CLIENTS`; the actions "background" and "train" are ours alone.
@@ -58,7 +58,7 @@ class Task:
 
 
 def run_rank(task: Task, rank: int, told: Connection) -> None:
-    """What a process of this rank does; sends what it measured, or a text that says why not."""
+    """Measure in the process of this rank; send the result, or a text that says why there is none."""
     Thread(target=_end_with_the_benchmark, name="benchmark", daemon=True).start()
     # One rank is what was asked for.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -20,7 +20,7 @@ _SKIP_BYTES = 64 * 1024
 
 
 class _Source(Protocol):
-    """Where the bytes of a body come from: layers, since a chunked body may hold a chunked body of Amazon's kind."""
+    """Source of the bytes of a body: layers, since a chunked body may hold a chunked body of Amazon's kind."""
 
     def read_into(self, view: memoryview) -> None:
         """Fill the view."""

@@ -19,7 +19,7 @@ Digest: TypeAlias = Callable[[memoryview], bytes]
 
 
 def load_digests() -> dict[str, Digest]:
-    """What the bytes of a body are compared with, by name."""
+    """Checksums with which the bytes of a body are compared, by name."""
     try:
         checksums = import_module("awscrt.checksums")
     except ImportError as error:

@@ -19,7 +19,7 @@ from tests.benchmark.server.wire import GoneError, Wire
 
 
 class Connection:
-    """What one client asks, one request after another."""
+    """Requests of one client, one after another."""
 
     def __init__(self, service: Service, wire: Wire) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""What the benchmark's server saw: requests, bytes, connections and faults, and what that cost it."""
+"""Counts of the benchmark's server: requests, bytes, connections and faults, and their CPU time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the server saw since it was started, or reset.
+    """Counts of the server since it was started, or reset.
 
     Attributes:
         total: Of all requests.
@@ -92,7 +92,7 @@ class Counter:
             self._operations[operation] = self._operations.get(operation, 0) + 1
 
     def unsent(self, method: str, size_bytes: int) -> None:
-        """Of a request that was counted: so much of the answer did not leave."""
+        """Take back bytes of a counted request: so much of the answer did not leave."""
         with self._lock:
             if method in self._methods:  # else reset since
                 self._total = _tallied(self._total, 0, None, 0, -size_bytes)

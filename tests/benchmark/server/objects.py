@@ -1,4 +1,4 @@
-"""What lies under which key: buckets, objects and uploads, in dictionaries; their bytes are extents of the file.
+"""Contents by key: buckets, objects and uploads, in dictionaries; their bytes are extents of the file.
 
 What was put is there at once and whole, and conditions hold at the very moment of a put: there is one lock. An object
 that is replaced or deleted while somebody reads it stays whole for that reader.
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """What lies under a key. One piece if it was put whole, one per part otherwise."""
+    """Content of a key: one piece if it was put whole, one per part otherwise."""
 
     pieces: tuple[Piece, ...]
     etag: str
@@ -43,11 +43,11 @@ class Object:
 
     @property
     def size_bytes(self) -> int:
-        """Of all pieces."""
+        """Return the length of all pieces, in bytes."""
         return sum(piece.size_bytes for piece in self.pieces)
 
     def spans(self, start: int, size_bytes: int) -> Iterator[Span]:
-        """Where so many of its bytes lie, from `start` on."""
+        """Return the places of so many of its bytes, from `start` on."""
         for piece in self.pieces:
             if size_bytes <= 0:
                 return
@@ -62,7 +62,7 @@ class Object:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What was put under a number of an upload."""
+    """Part that was put under a number of an upload."""
 
     piece: Piece
     etag: str
@@ -80,7 +80,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Of a listing: what is in it, in order, and the key after which the next one begins."""
+    """Page of a listing: its entries in order, and the key after which the next page begins."""
 
     objects: Sequence[tuple[str, Object]]
     prefixes: Sequence[str]
@@ -113,7 +113,7 @@ def find_page(
 
 
 class Objects:
-    """What the server holds: dictionaries under one lock, which is never held while bytes move."""
+    """Contents of the server: dictionaries under one lock, which is never held while bytes move."""
 
     def __init__(self, space: Space, *, buckets: Iterable[str]) -> None:
         self._space = space

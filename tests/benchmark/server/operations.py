@@ -1,4 +1,4 @@
-"""What each of S3's operations does, as far as clients that save and load checkpoints ask for them.
+"""Operations of S3, as far as clients that save and load checkpoints ask for them.
 
 Bodies go into the file before the objects know of them, so what is cut off in the middle, or refused, leaves nothing.
 """
@@ -30,7 +30,7 @@ _KEPT_HEADERS = ("content-type", "content-encoding", "content-disposition", "con
 
 
 class Operations:
-    """What each operation does; the connection brings its body in, and takes its answer out."""
+    """Operations, by name; the connection brings its body in, and takes its answer out."""
 
     def __init__(self, space: Space, objects: Objects, *, digests: Mapping[str, Digest]) -> None:
         self._space = space
@@ -199,7 +199,7 @@ class Operations:
             raise
 
     def _asked_part(self, request: Request, there: Object) -> range | None:
-        """Of an object that came in parts, one of them; AWS's own runtime learns so how large parts are."""
+        """Answer with one part of an object that came in parts; so AWS's own runtime learns how large parts are."""
         asked = request.query.get("partNumber")
         if asked is None:
             return None

@@ -1,4 +1,4 @@
-"""What a client is answered: a head, and behind it a document of XML or some of an object."""
+"""Answer to a client: a head, and behind it a document of XML or some of an object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Reply:
     size_bytes: int | None = None
 
     def body_bytes(self, method: str) -> int:
-        """What follows the head, to a request by this method."""
+        """Return the body that follows the head, to a request by this method."""
         return 0 if method == "HEAD" or self.status in _NO_BODY else self._size_bytes()
 
     def _size_bytes(self) -> int:

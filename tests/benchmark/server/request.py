@@ -1,4 +1,4 @@
-"""What a client asks: the head of a request, S3's name for it, its conditions and its range. Pure.
+"""Request of a client: the head of a request, S3's name for it, its conditions and its range. Pure.
 
 No signature is checked, and versions, grants and regions are unknown. What this server does not know has the name
 "NotImplemented", and is answered 501.
@@ -29,13 +29,13 @@ class S3Error(Exception):
 
 
 def no_such_key(key: str) -> S3Error:
-    """Of a key under which nothing lies."""
+    """Condition that nothing lies under a key."""
     return S3Error(HTTPStatus.NOT_FOUND, "NoSuchKey", f"The specified key does not exist: {key}")
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of a request, ETags without their quotes; None where nothing is asked."""
+    """Conditions of a request, ETags without their quotes; None where nothing is asked."""
 
     match: str | None
     none_match: str | None
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def conditions(self) -> Conditions:
-        """What its headers If-Match and If-None-Match ask."""
+        """Conditions of its headers If-Match and If-None-Match."""
         match, none_match = self.headers.get("if-match"), self.headers.get("if-none-match")
         return Conditions(
             match.strip().strip('"') if match is not None else None,

@@ -75,7 +75,7 @@ class BenchServer:
 
     @property
     def storage_options(self) -> dict[str, str]:
-        """What to pass as `storage_options`; the server takes any credentials, and these are nobody's."""
+        """Options to pass as `storage_options`; the server takes any credentials, and these are nobody's."""
         options = {
             "endpoint_url": self.endpoint_url,
             "key": "benchmark",
@@ -85,7 +85,7 @@ class BenchServer:
         return options if self.ca_file is None else {**options, "verify": str(self.ca_file)}
 
     def counts(self) -> Counts:
-        """What it saw since it was started, or reset."""
+        """Return its counts since it was started, or reset."""
         return parse_counts(self._ask("GET", "/-/counts"))
 
     def reset(self) -> None:

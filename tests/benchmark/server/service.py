@@ -1,4 +1,4 @@
-"""What all connections share: the file, the objects, the shape, the counts; and what is asked of the server itself."""
+"""State that all connections share: the file, the objects, the shape, the counts; and requests to the server itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Service:
         self.counter = Counter()
 
     def administer(self, asked: str, document: bytes) -> Mapping[str, object]:
-        """What is asked below `/-/`."""
+        """Answer a request below `/-/`."""
         match asked:
             case "GET /-/counts":
                 return asdict(self.counter.counts())

@@ -1,4 +1,4 @@
-"""How the benchmark's server behaves: its latency and bandwidth, and which requests fail. No sockets here.
+"""Behaviour of the benchmark's server: its latency and bandwidth, and which requests fail. No sockets here.
 
 What fails is drawn from a seed and from what is asked, so runs that ask alike fail alike, whatever their threads do.
 """
@@ -21,14 +21,14 @@ _SLICE_BYTES_MIN = 4 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How the server behaves.
+    """Behaviour of the server.
 
     Attributes:
         latency_ms: Waited before each answer.
         bandwidth_bytes_per_second: Of each connection, each direction; None for all there is.
         slow_down_share: Share of requests that are answered 503 SlowDown, the body having been read. Drawn by the seed,
             the key and how often that key was asked for; no key fails twice in a row.
-        seed: Of the share.
+        seed: Seed by which the share is drawn.
     """
 
     latency_ms: float = 0.0

@@ -1,4 +1,4 @@
-"""Where bodies lie: one preallocated file in shared memory, given out by extents.
+"""Storage of bodies: one preallocated file in shared memory, given out by extents.
 
 `recv_into` puts a body there and `sendfile` takes it out, both without the interpreter's lock, a call for a whole body.
 Nothing here knows of objects or requests; all is lost with the process.

@@ -75,7 +75,7 @@ class Wire:
             self._pacer_out = Pacer(bytes_per_second) if bytes_per_second is not None else None
 
     def _arrived(self) -> None:
-        """Who asks again has read the answer before, and who is gone does not care."""
+        """Note the end of an answer: a client that asks again has read it, and one that is gone needs none."""
         for extent in self._on_the_way:
             self._space.arrived(extent)
         self._on_the_way.clear()
@@ -133,7 +133,7 @@ class Wire:
             size_bytes -= count
 
     def _until(self, end: bytes, limit_bytes: int) -> bytes:
-        """What comes up to this end, and the end."""
+        """Return the bytes up to this end, and the end."""
         looked = self._start
         while (at := self._buffer.find(end, looked, self._stop)) < 0:
             if self._stop - self._start >= limit_bytes:
