@@ -42,7 +42,8 @@ class Relay:
         self._filling: list[socket.socket] = []
         self._cuts = 0
         self._accepted: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def connect(self) -> dist.Store:
         timeout = timedelta(seconds=3)
@@ -70,6 +71,7 @@ class Relay:
         self.heal()
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()  # it may be about to accept a connection that waited, and to make another for it
         self._listening.close()
         for connection in self._accepted:
             with suppress(OSError):
