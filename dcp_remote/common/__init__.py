@@ -5,20 +5,3 @@ byte ranges, arrays of int64 and sizes in bytes; digests, XXH3 digests of blocks
 deadline, deadlines and backoff; threads, helper_thread, gil and hedging, threads that move bytes; picklable_errors,
 errors that cross from one rank to another; overrides, whether a subclass overrides methods.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "arrays",
-    "deadline",
-    "digests",
-    "geometry",
-    "gil",
-    "hedging",
-    "helper_thread",
-    "overrides",
-    "picklable_errors",
-    "text",
-    "threads",
-    "units",
-]

@@ -6,20 +6,3 @@ or do not come; `key_value` is the client of the store, `torch_errors` has what 
 operation uses of its group; `incarnation` keeps the ranks apart from those of earlier attempts, and `use_counter` is
 the way in which groups of one name find each other.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "call_position",
-    "collective",
-    "failure_detector",
-    "group",
-    "heartbeat",
-    "incarnation",
-    "key_value",
-    "member",
-    "messages",
-    "outcome",
-    "torch_errors",
-    "use_counter",
-]

@@ -6,24 +6,3 @@ writes the header of a shard; keys makes and parses object keys. json_tree, json
 object as JSON; empty_dicts and entry_names work on the names of entries; dtypes lists the element types. schema/ has
 JSON Schemas of both documents.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "catalog",
-    "catalog_json",
-    "columns",
-    "document",
-    "dtypes",
-    "empty_dicts",
-    "entry_names",
-    "json_text",
-    "json_tree",
-    "keys",
-    "manifest",
-    "manifest_json",
-    "manifest_validation",
-    "raw_buffers",
-    "shard",
-    "tiling",
-]

@@ -17,14 +17,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from dcp_remote import (
-    ModelState,
-    Opaque,
-    PerRank,
-    RandomStates,
-    Retention,
-    is_remote,
-)
+from dcp_remote import ModelState, Opaque, PerRank, RandomStates, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.entries import leave_out

@@ -4,20 +4,3 @@ manager is the class; rank_save and rank_restore are one rank's part of its call
 background_save runs a save beside training; preemption stops all ranks at one step, sigterm handles the signal;
 training_state makes a state, random_states is a part of it; reports, progress and telemetry tell how it went.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "background_save",
-    "coordinator",
-    "manager",
-    "preemption",
-    "progress",
-    "random_states",
-    "rank_restore",
-    "rank_save",
-    "reports",
-    "sigterm",
-    "telemetry",
-    "training_state",
-]

@@ -12,12 +12,7 @@ from torch.optim import Optimizer
 
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.leaves import FlatState, Leaf, Path, is_flattened, iterate_leaves, name_of
-from dcp_remote.serialization.module_state import (
-    ModelState,
-    OptimizerState,
-    names_parameters_itself,
-    needs_closure,
-)
+from dcp_remote.serialization.module_state import ModelState, OptimizerState, names_parameters_itself, needs_closure
 from dcp_remote.serialization.opaque import Opaque, is_stateful
 from dcp_remote.serialization.state_dict import PerRank, holds_stateful
 

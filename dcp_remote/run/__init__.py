@@ -7,24 +7,3 @@ and pins. retention decides which checkpoints to retire and thinning makes the s
 background_deletions carry that out, with live_shards to tell which objects may be deleted. gc removes orphans.
 recovery rebuilds a lost catalog.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "background_deletions",
-    "catalog_store",
-    "commit",
-    "conditional_put",
-    "deletions",
-    "foreign_checkpoints",
-    "gc",
-    "info",
-    "job",
-    "labels",
-    "live_shards",
-    "lookup",
-    "recovery",
-    "retention",
-    "thinning",
-    "waiting",
-]

@@ -29,7 +29,7 @@ _Task: TypeAlias = Callable[[Deletions], None]
 
 
 class BackgroundDeletions:
-    """Background deletion of a rank's unused shards; on the coordinator also of what retention or a commit lets go.
+    """Background deletion of a rank's unused shards; on the coordinator also of retired and replaced checkpoints.
 
     `retention_failures` is the number of rounds in which retention failed, each of which was logged; `orphans_left` is
     that of objects that were given up, and left to `dcp-remote gc`.
@@ -45,7 +45,7 @@ class BackgroundDeletions:
     @property
     def pending(self) -> int:
         """Number of objects that may be deleted and are not yet."""
-        return self._worker.deletions.pending
+        return len(self._worker.deletions.queue)
 
     def committed(
         self,
@@ -56,7 +56,7 @@ class BackgroundDeletions:
         replaced: Iterable[Entry],
         unnamed: Iterable[str],
     ) -> None:
-        """Apply retention, and delete what a commit let go.
+        """Apply retention, and delete the objects that a commit has replaced or does not name.
 
         The commit left `catalog`; `shards` are the keys of all shards that its checkpoint names, `replaced` the entries
         that its step had before, `unnamed` the keys of shards that its save put and its manifest does not name.
@@ -64,8 +64,8 @@ class BackgroundDeletions:
         keys, former, dead = tuple(shards), tuple(replaced), tuple(unnamed)
 
         def task(deletions: Deletions) -> None:
-            deletions.remember(entry.manifest, keys)
-            deletions.queue_deletion(dead)
+            deletions.named.remember(entry.manifest, keys)
+            deletions.queue.add(dead)
             for replaced_entry in former:
                 deletions.note(catalog.run_id, replaced_entry)
 
@@ -92,7 +92,7 @@ class BackgroundDeletions:
         dead = tuple(keys)
         if dead:
             # Settles nothing: a save may be under way, which a raised floor would make begin again.
-            self._hand_over(lambda deletions: deletions.queue_deletion(dead), settles=False)
+            self._hand_over(lambda deletions: deletions.queue.add(dead), settles=False)
 
     def wait(self, seconds: float) -> bool:
         """Wait for all queued work, for at most so many seconds; return whether it is done."""
@@ -133,7 +133,7 @@ class BackgroundDeletions:
 
     def _start(self, worker: _Worker) -> None:
         worker.begin_round()
-        thread = threading.Thread(target=self._run, name="dcp_remote-tidy", args=(worker,), daemon=True)
+        thread = threading.Thread(target=self._run, name="dcp_remote-deletions", args=(worker,), daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -173,11 +173,14 @@ class BackgroundDeletions:
         for task in tasks:
             task(deletions)
         if settles:
-            self._try(lambda: deletions.settle(deadline=deadline, catalog=catalog))
+            self._try("objects of failed saves", lambda: deletions.settle(deadline=deadline, catalog=catalog))
         if catalog is not None and self._retention is not None:
             retention = self._retention
-            self.retention_failures += not self._try(lambda: self._retain(retention, deletions, catalog, deadline))
-        self._try(lambda: self._delete(worker))
+            self.retention_failures += not self._try(
+                "checkpoints that retention does not keep",
+                lambda: self._retain(retention, deletions, catalog, deadline),
+            )
+        self._try("old objects", lambda: self._delete(worker))
 
     def _delete(self, worker: _Worker) -> None:
         deleted = worker.deletions.delete(deadline=worker.deadline, stop=worker.stop.is_set)
@@ -201,17 +204,17 @@ class BackgroundDeletions:
             deleted += [f"the optimizer of step {step}" for step in applied.thinned]
             logger.info("%s: retention deletes %s", self._store.url, ", ".join(deleted))
 
-    def _try(self, act: Callable[[], object]) -> bool:
-        """Run an act, log its failure, and return whether it succeeded; the next round repeats what failed."""
+    def _try(self, what: str, act: Callable[[], object]) -> bool:
+        """Delete `what` by an act, log its failure, and return whether it succeeded; the next round repeats it."""
         url = self._store.url
         try:
             act()
         except CommitUnknownError as error:
-            logger.warning("%s: it is not known whether old checkpoints were retired: %s", url, error)
+            logger.warning("%s: %s: it is not known whether the catalog was replaced: %s", url, what, error)
         except DcpRemoteError as error:
-            logger.warning("%s: old checkpoints were not retired, and will be later: %s", url, error)
+            logger.warning("%s: %s were not deleted, and will be later: %s", url, what, error)
         except BaseException:  # a user's retention may raise SystemExit, which must not end this thread
-            logger.exception("%s: old checkpoints were not retired", url)
+            logger.exception("%s: %s were not deleted", url, what)
         else:
             return True
         return False

@@ -9,11 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import (
-    CommitConflictError,
-    CommitUnknownError,
-    DcpRemoteError,
-)
+from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX

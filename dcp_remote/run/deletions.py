@@ -40,7 +40,7 @@ from dcp_remote.format.keys import manifest_key, revision_of
 from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.lookup import find_entry, read_entry
-from dcp_remote.run.retention import Candidate, ChooseToDelete, Decision, Retention, decide, decide_by
+from dcp_remote.run.retention import ChooseToDelete, Decision, Retention, decide, decide_by
 from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted, DeletionQueue
@@ -95,31 +95,17 @@ class Deletions:
     def __init__(self, store: ObjectStore) -> None:
         """Store the settings; no request."""
         self._store = store
-        self._queue = DeletionQueue(store)
-        self._named = LiveShards()
+        self.queue = DeletionQueue(store)  # objects that may be deleted, since no checkpoint names them, nor can later
+        self.named = LiveShards()
         self._noted: dict[str, _Noted] = {}  # by the key of the manifest
         self._told: set[str] = set()  # keys of unreadable manifests of which the log tells
         # Keys of manifests without any of these top-level keys of the state dict, so that there is nothing to thin.
         self._bare: set[tuple[str, tuple[str, ...]]] = set()
 
     @property
-    def pending(self) -> int:
-        """Number of objects that may be deleted and are not yet."""
-        return len(self._queue)
-
-    @property
     def is_done(self) -> bool:
         """True if nothing is left to look up or to delete."""
-        return not self._noted and not self._queue
-
-    @property
-    def queued(self) -> frozenset[str]:
-        """Keys of the objects that may be deleted and are not yet."""
-        return frozenset(self._queue)
-
-    def remember(self, manifest_key: str, shard_keys: Iterable[str]) -> None:
-        """Remember the shards that a manifest of this process names, so that it need not be read."""
-        self._named.remember(manifest_key, shard_keys)
+        return not self._noted and not self.queue
 
     def note(self, run_id: str, entry: Entry, keys: Iterable[str] | None = None) -> None:
         """Note a checkpoint or an attempt that may not be live, for `settle`.
@@ -131,10 +117,6 @@ class Deletions:
         if keys is not None:
             keys = frozenset(keys) | (before.keys or frozenset() if before is not None else frozenset())
         self._noted[entry.manifest] = _Noted(run_id, entry, keys)
-
-    def queue_deletion(self, keys: Iterable[str]) -> None:
-        """Queue objects for deletion; no checkpoint names them, nor can any later."""
-        self._queue.add(keys)
 
     def settle(self, *, deadline: Deadline, catalog: Catalog | None = None) -> None:
         """Queue for deletion the objects of what was noted and can never become live. Nothing is deleted yet.
@@ -185,7 +167,8 @@ class Deletions:
 
     def decide(self, retention: Retention, now: Catalog) -> Decision:
         """Return what `apply` would retire and thin in this catalog. No request."""
-        return decide(retention, [self._candidate(entry, retention.optimizer_keys) for entry in now.entries])
+        bare = {manifest for manifest, keys in self._bare if keys == retention.optimizer_keys}
+        return decide(retention, now.entries, bare=bare)
 
     def retire(
         self,
@@ -224,7 +207,7 @@ class Deletions:
         pause_seconds: float = PAUSE_SECONDS,
     ) -> Deleted:
         """Delete the queued objects, as `DeletionQueue.delete` does."""
-        return self._queue.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
+        return self.queue.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
 
     def _carry_out(
         self,
@@ -244,10 +227,10 @@ class Deletions:
         ready, unreadable = self._prepared(now, frozenset(decision.thin), keys, deadline)
         # The manifests of those to be retired are read, too: their shards are what may be deleted.
         known = [entry for entry in now.entries if entry not in unreadable]
-        unreadable |= self._named.read(self._store, known, deadline)
+        unreadable |= self.named.read(self._store, known, deadline)
         damaged = {entry.step for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)}
         if not explicit and not damaged.issubset(decision.retire):
-            return Applied(now, reason=self._tell(unreadable, "retention lets nothing go"))
+            return Applied(now, reason=self._tell(unreadable, "retention deletes nothing"))
         if not decision.retire and not ready:
             return Applied(now)
         for replaced, thin in ready.items():
@@ -291,7 +274,7 @@ class Deletions:
             except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 unreadable[entry] = error
                 continue
-            self.remember(entry.manifest, manifest.shards.keys)
+            self.named.remember(entry.manifest, manifest.shards.keys)
             thin = drop_keys(manifest, keys)
             if thin is manifest or thin.run is None:
                 self._bare.add((entry.manifest, keys))
@@ -300,7 +283,7 @@ class Deletions:
             key = manifest_key(revision=now.revision, step=entry.step)
             body = manifest_json.encode(thin)
             ready[entry.manifest] = _Thin(key, body, thin.run.thinned, thin.total_bytes, began=now.revision)
-            self.remember(key, thin.shards.keys)
+            self.named.remember(key, thin.shards.keys)
         return ready, unreadable
 
     def _applied(
@@ -335,21 +318,21 @@ class Deletions:
         asked = {key: self._noted[key] for key in manifests if key in self._noted}
         gone = {key: noted for key, noted in asked.items() if key not in live}
         unknown = [noted.entry for noted in gone.values() if noted.keys is None]
-        unreadable = self._named.read(self._store, unknown, deadline)
+        unreadable = self.named.read(self._store, unknown, deadline)
         shards: set[str] = set()
         for key, noted in gone.items():
-            shards.update(noted.keys if noted.keys is not None else self._named.shards_of(key))
+            shards.update(noted.keys if noted.keys is not None else self.named.shards_of(key))
         # A checkpoint that names a shard began no earlier than the shard's own save.
         oldest = min((revision_of(key) or 0 for key in shards), default=0)
         later = [entry for entry in after.entries if entry.began_revision >= oldest] if shards else []
         # Before the next read, which can raise: the manifests may be deleted whatever it finds.
-        self._queue.add(gone)
-        unreadable_live = self._named.read(self._store, later, deadline)
+        self.queue.add(gone)
+        unreadable_live = self.named.read(self._store, later, deadline)
         if not unreadable_live:
-            self._queue.add(self._named.not_named(shards, later))
+            self.queue.add(self.named.not_named(shards, later))
         for key in asked:
             del self._noted[key]
-        self._named.forget_others(live | set(self._noted))
+        self.named.forget_others(live | set(self._noted))
         unreadable |= unreadable_live
         return self._tell(unreadable, "shards that it may name are left to gc") if unreadable else None
 
@@ -367,16 +350,6 @@ class Deletions:
         """Return the floor below which nothing noted here can be committed any more."""
         began = [noted.entry.began_revision for noted in self._noted.values() if noted.run_id == now.run_id]
         return max((revision + 1 for revision in began if revision <= now.revision), default=0)
-
-    def _candidate(self, entry: Entry, keys: tuple[str, ...]) -> Candidate:
-        return Candidate(
-            step=entry.step,
-            pinned=entry.pinned,
-            abandoned=entry.abandoned,
-            thinned=not set(keys).isdisjoint(entry.thinned) or (entry.manifest, keys) in self._bare,
-            metrics=entry.metrics,
-            names=entry.names,
-        )
 
 
 def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Catalog | None:

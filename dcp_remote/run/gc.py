@@ -74,32 +74,6 @@ class Removal:
     is_run: bool = False
 
 
-def orphans(
-    listed: Iterable[ObjectInfo],
-    not_named: Collection[str],
-    *,
-    catalog: Catalog | None,
-    now_seconds: float,
-    grace_seconds: float,
-) -> Orphans:
-    """Sort the orphans in a listing by age. Pure.
-
-    `listed` has the manifests and shards of a run, or the shards of a checkpoint by itself (`catalog` is None), which
-    `now_seconds` dates by the same clock. An orphan is old from the grace on; with 0 every orphan is, even one dated in
-    the future. An object whose name has a later revision than the catalog belongs to a save that saw another catalog:
-    it counts as young, however old it is.
-    """
-    old: list[ObjectInfo] = []
-    young: list[ObjectInfo] = []
-    for info in listed:
-        if info.key in not_named:
-            is_old = grace_seconds == 0 or now_seconds - info.modified_seconds >= grace_seconds
-            is_later = catalog is not None and _revision(info) > catalog.revision
-            (old if is_old and not is_later else young).append(info)
-    abandoned = tuple(entry for entry in catalog.entries if entry.abandoned) if catalog is not None else ()
-    return Orphans(tuple(old), tuple(young), abandoned, is_run=catalog is not None)
-
-
 def find_orphans(
     store: ObjectStore,
     *,
@@ -178,9 +152,7 @@ def remove_orphans(
                 raise
         backoff.pause()
     now_seconds = reading.head(MANIFEST_KEY if seen.catalog is None else CATALOG_KEY).modified_seconds
-    removable = orphans(
-        found.old, seen.not_named, catalog=seen.catalog, now_seconds=now_seconds, grace_seconds=grace_seconds
-    )
+    removable = replace(seen, listed=found.old).orphans(now_seconds=now_seconds, grace_seconds=grace_seconds)
     removal = delete_orphans(store, removable, deadline)
     return replace(removal, kept=found.young + removal.kept)
 
@@ -203,7 +175,7 @@ def delete_orphans(store: ObjectStore, found: Orphans, deadline: Deadline) -> Re
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class Seen:
     """Objects at a URL, and which of them are in use."""
 
     listed: Sequence[ObjectInfo]  # manifests and shards of a run, or shards of a checkpoint by itself
@@ -212,12 +184,24 @@ class _Seen:
     stored: Stored | None = None  # object at the key of the manifest of a checkpoint by itself
 
     def orphans(self, *, now_seconds: float, grace_seconds: float) -> Orphans:
-        return orphans(
-            self.listed, self.not_named, catalog=self.catalog, now_seconds=now_seconds, grace_seconds=grace_seconds
-        )
+        """Sort the orphans by age, by the clock that dates the objects and gives `now_seconds`. Pure.
+
+        An orphan is old from the grace on; with 0 every orphan is, even one dated in the future. An object whose name
+        has a later revision than the catalog belongs to a save that saw another catalog: it counts as young.
+        """
+        old: list[ObjectInfo] = []
+        young: list[ObjectInfo] = []
+        for info in self.listed:
+            if info.key in self.not_named:
+                is_old = grace_seconds == 0 or now_seconds - info.modified_seconds >= grace_seconds
+                is_later = self.catalog is not None and _revision(info) > self.catalog.revision
+                (old if is_old and not is_later else young).append(info)
+        entries = self.catalog.entries if self.catalog is not None else ()
+        abandoned = tuple(entry for entry in entries if entry.abandoned)
+        return Orphans(tuple(old), tuple(young), abandoned, is_run=self.catalog is not None)
 
 
-def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: Deadline) -> _Seen:
+def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: Deadline) -> Seen:
     # The listing comes before the catalog or manifest is read, so that it has no object of a save that commits in
     # between.
     manifests = [info for info in reading.list(MANIFESTS_PREFIX) if revision_of(info.key) is not None]
@@ -235,12 +219,12 @@ def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: 
     except ObjectNotFoundError as error:
         if not listed:
             raise not_found(reading) from error  # most likely a wrong URL, which must not look like a clean checkpoint
-        return _Seen(listed, not_named)
+        return Seen(listed, not_named)
     named = stored.manifest.shards.keys if stored.manifest is not None else ()
-    return _Seen(listed, not_named.difference(named), stored=stored)
+    return Seen(listed, not_named.difference(named), stored=stored)
 
 
-def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequence[ObjectInfo]) -> _Seen | None:
+def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequence[ObjectInfo]) -> Seen | None:
     """Read the catalog and the live manifests; return which objects of a listing they name; None without a catalog."""
     for _ in range(_LOOKS_MAX):
         catalog = read_catalog(RetryingStore(store, deadline))
@@ -248,7 +232,7 @@ def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequ
             return None
         unreadable = live.read(store, catalog.entries, deadline)
         if not unreadable:
-            return _Seen(listed, live.not_named((info.key for info in listed), catalog.entries), catalog=catalog)
+            return Seen(listed, live.not_named((info.key for info in listed), catalog.entries), catalog=catalog)
         for entry, error in unreadable.items():
             # A checkpoint retired meanwhile is no reason to stop, but the catalog must be read again: a checkpoint that
             # is not in this one may name the same shards.

@@ -18,12 +18,7 @@ from typing import SupportsFloat
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.provenance import describe_process
-from dcp_remote.errors import (
-    CheckpointExistsError,
-    FencedError,
-    InvalidArgumentError,
-    SaveTimeoutError,
-)
+from dcp_remote.errors import CheckpointExistsError, FencedError, InvalidArgumentError, SaveTimeoutError
 from dcp_remote.format.catalog import (
     NEWEST_WORDS,
     Attempt,

@@ -10,12 +10,7 @@ import zstandard
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.threads import Workers, submit_or_run
-from dcp_remote.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    DcpRemoteError,
-    UnsupportedFormatError,
-)
+from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, DcpRemoteError, UnsupportedFormatError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.run.lookup import read_entry
 from dcp_remote.storage.base import ObjectStore

@@ -52,13 +52,13 @@ _NUMBER_MAX = 2**52
 
 @dataclass(frozen=True, slots=True)
 class FoundManifest:
-    """Manifest of a run, as found in the store."""
+    """Manifest of a run that can be read."""
 
     key: str
     revision: int  # in the key; for a thinned manifest later than that of the save
-    run_id: str | None  # None if the manifest cannot be read
-    entry: Entry | None  # as a catalog would have it; None if the manifest cannot be read
-    reason: str | None  # why it gives no checkpoint; None if it can be read and every shard that it names is there
+    run_id: str
+    entry: Entry  # as a catalog would have it
+    reason: str | None  # reason why it gives no checkpoint; None if every shard that it names is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +80,31 @@ class Recovered:
 
 
 def rebuild_catalog(
-    found: Sequence[FoundManifest], revisions: Iterable[int], *, run_id: str
+    found: Sequence[FoundManifest | LeftOut], revisions: Iterable[int], *, run_id: str
 ) -> tuple[Catalog, tuple[LeftOut, ...]]:
     """Make a catalog from all manifests of a run and the revisions in the names of all its objects. Pure.
 
     Returns it and the manifests that give no checkpoint. `run_id` is for a run of which no manifest can be read.
     """
-    left = [
-        LeftOut(manifest.key, manifest.entry.step if manifest.entry else None, manifest.reason)
-        for manifest in found
-        if manifest.reason is not None
-    ]
-    whole = [manifest for manifest in found if manifest.reason is None]
-    readable = [manifest for manifest in whole or found if manifest.run_id is not None]
+    left = [one for one in found if isinstance(one, LeftOut)]
+    readable = [one for one in found if isinstance(one, FoundManifest)]
+    left += [LeftOut(one.key, one.entry.step, one.reason) for one in readable if one.reason is not None]
+    whole = [manifest for manifest in readable if manifest.reason is None]
     if readable:
-        run_id = str(max(readable, key=_age).run_id)
+        run_id = max(whole or readable, key=_age).run_id
     ours = [manifest for manifest in whole if manifest.run_id == run_id]
     newest = _largest(
-        ours, of=lambda manifest: _entry(manifest).save_id, by=lambda manifest: (manifest.revision, manifest.key)
+        ours, of=lambda manifest: manifest.entry.save_id, by=lambda manifest: (manifest.revision, manifest.key)
     )
-    live = _largest(newest, of=lambda manifest: _entry(manifest).step, by=_rank)
+    live = _largest(newest, of=lambda manifest: manifest.entry.step, by=_rank)
     for candidates, chosen, reason in (
         (whole, ours, "it is of another run"),
         (ours, newest, "its checkpoint has a newer manifest"),
         (newest, live, "a later save of its step is there"),
     ):
         keys = {manifest.key for manifest in chosen}
-        left += [
-            LeftOut(manifest.key, _entry(manifest).step, reason) for manifest in candidates if manifest.key not in keys
-        ]
-    entries = [manifest.entry for manifest in found if manifest.entry is not None]
+        left += [LeftOut(one.key, one.entry.step, reason) for one in candidates if one.key not in keys]
+    entries = [manifest.entry for manifest in readable]
     revision = max([*revisions, *(entry.began_revision for entry in entries)], default=0) + _UNSEEN_MAX
     catalog = Catalog(
         run_id,
@@ -184,7 +179,7 @@ def _rebuild(store: ObjectStore) -> tuple[Recovered, Found[Catalog]]:
     if there.version is None and not revisions:
         raise not_found(store)
 
-    def read(info: ObjectInfo) -> FoundManifest:
+    def read(info: ObjectInfo) -> FoundManifest | LeftOut:
         return _read(store, info.key, shards)
 
     catalog, left = rebuild_catalog(in_parallel(read, infos), revisions, run_id=uuid.uuid4().hex)
@@ -201,15 +196,15 @@ def _look(store: ObjectStore) -> Found[Catalog]:
     return found
 
 
-def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManifest:
+def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManifest | LeftOut:
     revision = revision_of(key)
     assert revision is not None, "other names are not listed"
     try:
         _, manifest = get_decoded(store, key, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
     except (CorruptCheckpointError, UnsupportedFormatError, ObjectNotFoundError) as error:
-        return FoundManifest(key, revision, None, None, reason=str(error))
+        return LeftOut(key, None, str(error))
     if manifest is None or manifest.run is None:
-        return FoundManifest(key, revision, None, None, reason="it is no manifest of a run")
+        return LeftOut(key, None, "it is no manifest of a run")
     run = manifest.run
     entry = Entry(
         step=run.step,
@@ -224,11 +219,11 @@ def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManif
         thinned=run.thinned,
     )
     if max(revision, run.revision, run.token) >= _NUMBER_MAX:
-        return FoundManifest(key, revision, None, None, reason="its numbers are larger than those of any run")
+        return LeftOut(key, None, "its numbers are larger than those of any run")
     try:
         catalog_json.check(Catalog(run.run_id, revision=run.revision + 1, token=run.token, entries=(entry,)))
     except CorruptCheckpointError as error:
-        return FoundManifest(key, revision, None, None, reason=str(error))
+        return LeftOut(key, None, str(error))
     return FoundManifest(key, revision, run.run_id, entry, reason=_why_not_whole(manifest, shards))
 
 
@@ -240,17 +235,12 @@ def _why_not_whole(manifest: Manifest, shards: Mapping[str, int]) -> str | None:
     return f"of its {len(manifest.shards.keys)} shards {wrong} are missing or of another size"
 
 
-def _entry(manifest: FoundManifest) -> Entry:
-    assert manifest.entry is not None, "a manifest that cannot be read has a reason"
-    return manifest.entry
-
-
 def _age(manifest: FoundManifest) -> tuple[str, int, str]:
-    return _entry(manifest).created, manifest.revision, manifest.key
+    return manifest.entry.created, manifest.revision, manifest.key
 
 
 def _rank(manifest: FoundManifest) -> tuple[int, int, str, str]:
-    entry = _entry(manifest)
+    entry = manifest.entry
     return entry.token, entry.began_revision, entry.created, manifest.key
 
 
@@ -269,7 +259,7 @@ def _mark_abandoned(live: Collection[FoundManifest]) -> list[Entry]:
     """Mark checkpoints newer than one that a later job saved, since that job went on from a still older one."""
     by_token: dict[int, list[Entry]] = {}
     for manifest in live:
-        by_token.setdefault(_entry(manifest).token, []).append(_entry(manifest))
+        by_token.setdefault(manifest.entry.token, []).append(manifest.entry)
     marked: list[Entry] = []
     saved_later = math.inf
     for token in sorted(by_token, reverse=True):

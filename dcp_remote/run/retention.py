@@ -6,38 +6,17 @@ A user's own function in place of a `Retention` gets the checkpoints and returns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.catalog import Catalog
+from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.info import CheckpointInfo
 
 # Function of a user: it gets the live checkpoints that are not abandoned, by ascending step, and returns the steps to
 # delete. The newest and the pinned stay whatever it returns; named ones go, since the function sees the names.
 ChooseToDelete: TypeAlias = Callable[[Sequence[CheckpointInfo]], Iterable[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Live checkpoint, with the properties that retention considers.
-
-    Attributes:
-        step: Number of finished steps of training.
-        pinned: Kept, whatever the retention.
-        abandoned: A later job went on from an older checkpoint: this one does not count, and only `rm` retires it.
-        thinned: Its optimizer was dropped already.
-        metrics: Metrics given by the user, by name.
-        names: Names by which it can be loaded.
-    """
-
-    step: int
-    pinned: bool = False
-    abandoned: bool = False
-    thinned: bool = False
-    metrics: tuple[tuple[str, float], ...] = ()
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +114,12 @@ class Decision:
     thin: tuple[int, ...]
 
 
-def decide(retention: Retention, candidates: Sequence[Candidate]) -> Decision:
-    """Apply a retention to the live checkpoints. Applied again to the result, it decides on nothing more."""
-    counted = sorted((live for live in candidates if not live.abandoned), key=lambda live: live.step)
+def decide(retention: Retention, entries: Iterable[Entry], *, bare: Collection[str] = ()) -> Decision:
+    """Apply a retention to the live checkpoints. Applied again to the result, it decides on nothing more.
+
+    `bare` has the keys of manifests that are known to hold no optimizer.
+    """
+    counted = sorted((live for live in entries if not live.abandoned), key=lambda live: live.step)
     newest_first = [live.step for live in reversed(counted)]
     held = {live.step for live in counted if live.pinned or (retention.keep_named and live.names)}
     kept = held | set(newest_first[: retention.keep_last])
@@ -147,9 +129,12 @@ def decide(retention: Retention, candidates: Sequence[Candidate]) -> Decision:
         kept |= _best(retention.keep_best, counted)
     # Counted among the kept checkpoints only, or the decision would change once the others are retired.
     whole = held | set([step for step in newest_first if step in kept][: retention.keep_optimizer_last])
+    can_thin = (
+        live for live in counted if live.manifest not in bare and set(retention.optimizer_keys).isdisjoint(live.thinned)
+    )
     return Decision(
         retire=tuple(live.step for live in counted if live.step not in kept),
-        thin=tuple(live.step for live in counted if live.step in kept and live.step not in whole and not live.thinned),
+        thin=tuple(live.step for live in can_thin if live.step in kept and live.step not in whole),
     )
 
 
@@ -199,7 +184,7 @@ def require_retention(retention: object) -> None:
     )
 
 
-def _best(best: Best, counted: Sequence[Candidate]) -> set[int]:
+def _best(best: Best, counted: Sequence[Entry]) -> set[int]:
     values = ((dict(live.metrics).get(best.metric, math.nan), live.step) for live in counted)
     # Between equal values the newer checkpoint counts as better.
     known = [(value if best.largest else -value, step) for value, step in values if not math.isnan(value)]

@@ -166,7 +166,7 @@ def clear(
     """
     deletions, deadline = Deletions(store), Deadline(timeout_seconds)
     for entry, keys in usage.named.items():
-        deletions.remember(entry.manifest, keys)
+        deletions.named.remember(entry.manifest, keys)
     retired: list[int] = []
     thinned: list[int] = []
     while True:
@@ -175,7 +175,7 @@ def clear(
         thinned += applied.thinned
         if applied.reason is not None or not applied.thinned:
             break
-    queued = deletions.queued
+    queued = frozenset(deletions.queue)
     deleted = deletions.delete(deadline=Deadline(timeout_seconds))
-    gone = queued - deletions.queued - deleted.failed.keys() if deleted.removed else frozenset()
+    gone = queued.difference(deletions.queue, deleted.failed) if deleted.removed else frozenset()
     return Cleared(sorted(retired), sorted(thinned), deleted, usage.size_of(gone), applied.reason)

@@ -6,23 +6,3 @@ restricted_unpickler read `torch.save` streams, which run no code. state_dict pr
 and takes loaded ones apart, with module_state for models and optimizers, and opaque and files for values that are
 stored whole. refused_values and plain_values help with objects that need code.
 """
-
-from __future__ import annotations
-
-__all__ = [
-    "class_tags",
-    "files",
-    "local_boxes",
-    "module_state",
-    "numpy_tags",
-    "objects",
-    "opaque",
-    "plain_values",
-    "python_tags",
-    "refused_values",
-    "restricted_unpickler",
-    "state_dict",
-    "tensors",
-    "torch_streams",
-    "torch_tags",
-]

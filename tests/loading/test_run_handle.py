@@ -411,7 +411,7 @@ def test_a_function_that_fails_fails_no_save(returned: Any, caplog: pytest.LogCa
             checkpoints._coordinator.background_deletions.wait(30.0)  # type: ignore[union-attr]  # rank 0
     assert steps(store) == [1, 2]
     assert checkpoints.retention_failures == 2
-    assert caplog.text.count("old checkpoints were not retired") == 2
+    assert caplog.text.count("checkpoints that retention does not keep were not deleted") == 2
 
 
 @pytest.mark.parametrize("retention", [3, "keep_last=3", {"keep_last": 3}, Retention, [Retention()]])

@@ -27,8 +27,10 @@ from dcp_remote.run import background_deletions
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.catalog_store import see_catalog, swap
 from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
+from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
 from tests.support.catalogs import stored
@@ -181,7 +183,7 @@ def test_a_thread_that_was_left_behind_deletes_no_more() -> None:
     tidying.delete(["a"])
     assert stuck.reached.wait(PATIENCE_SECONDS)
     tidying.delete(["b"])
-    first = workers("tidy")
+    first = workers("deletions")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(background_deletions, "_ROUND_SECONDS", 0.0)
         patch.setattr(background_deletions, "_STUCK_SECONDS", 0.0)
@@ -442,8 +444,10 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("remember", "apply", "delete", "note", "queue_deletion", "settle"):
+    for name in ("apply", "delete", "note", "settle"):
         monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
+    for owner, name in ((LiveShards, "remember"), (DeletionQueue, "add")):
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     return found
 
 
@@ -474,7 +478,7 @@ def test_requests_of_an_overwrite() -> None:
     assert run is not None
     new = save(store, 4, letter="b", overwrite=True)
     maintenance = Deletions(recording)
-    maintenance.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
+    maintenance.named.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
     maintenance.note(run.run_id, old)
     maintenance.settle(deadline=deadline(), catalog=stored(store))
     maintenance.delete(deadline=deadline())

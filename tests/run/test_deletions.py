@@ -82,7 +82,7 @@ def apply(store: ObjectStore, retention: Retention) -> Applied:
     maintenance = Deletions(store)
     applied = maintenance.apply(retention, deadline=deadline())
     assert delete(maintenance, pause_seconds=0).failed == {}
-    assert maintenance.pending == 0
+    assert len(maintenance.queue) == 0
     return applied
 
 
@@ -152,11 +152,11 @@ def test_requests() -> None:
     recording = RecordingStore(store)
     maintenance = Deletions(recording)
     for entry in live(store)[1:]:
-        maintenance.remember(entry.manifest, manifest_at(store, entry.step).shards.keys)
+        maintenance.named.remember(entry.manifest, manifest_at(store, entry.step).shards.keys)
     maintenance.apply(Retention(keep_last=2), deadline=deadline(), catalog=stored(store))
     assert verbs(recording) == ["get", "get catalog", "put catalog"]
     recording.clear()
-    assert maintenance.pending == 3
+    assert len(maintenance.queue) == 3
     delete(maintenance)
     assert verbs(recording) == ["delete"]
     save(store, 4)
@@ -256,7 +256,7 @@ def test_who_has_lost_one_checkpoint_needs_the_others(caplog: pytest.LogCaptureF
         assert applied.reason is not None
         assert "step 4 cannot be read" in applied.reason
     assert store.space.objects == before
-    assert maintenance.pending == 0
+    assert len(maintenance.queue) == 0
     # Besides warnings about reading the manifest a second time.
     told = [record.levelno for record in caplog.records if record.name == "dcp_remote.run.deletions"]
     assert told == [logging.WARNING]
@@ -341,7 +341,7 @@ def test_deleted_in_batches_with_pauses() -> None:
     store, clock = a_run(1, 2, 3, 4), SleepClock()
     recording = RecordingStore(store)
     maintenance = ready_to_delete(recording)
-    assert maintenance.pending == 9
+    assert len(maintenance.queue) == 9
     recording.clear()
     deleted = delete(maintenance, deadline=clock.deadline(PATIENCE_SECONDS), batch=4, pause_seconds=0.25)
     assert (deleted.removed, deleted.failed, deleted.left) == (9, {}, 0)
@@ -373,7 +373,7 @@ def test_what_fails_for_now_is_tried_again() -> None:
     maintenance = ready_to_delete(faulty)
     deleted = delete(maintenance, deadline=clock.deadline(0.3))
     assert deleted.removed == 0
-    assert len(deleted.failed) == deleted.left == maintenance.pending == 6
+    assert len(deleted.failed) == deleted.left == len(maintenance.queue) == 6
     assert all(isinstance(error, TransientStorageError) for error in deleted.failed.values())
     assert delete(maintenance, deadline=clock.deadline(PATIENCE_SECONDS)).left == 0
     assert keys(store) == named(store)
@@ -421,7 +421,7 @@ def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: b
     assert steps(store) == [4]
     assert delete(maintenance) == Deleted(given_up=4)  # the frozen shard, too
     assert delete(maintenance) == Deleted()
-    assert maintenance.pending == 0
+    assert len(maintenance.queue) == 0
     assert "delete" not in verbs(recording)
     (told,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "dcp-remote gc --delete" in told.getMessage()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog
 from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.shard import ShardNames
-from dcp_remote.run.gc import Orphans, Removal, find_orphans, orphans, remove_orphans
+from dcp_remote.run.gc import Orphans, Removal, Seen, find_orphans, remove_orphans
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -88,12 +87,14 @@ def test_sort_by_age() -> None:
     )
     listed = [old, young, edge, future, named_one]
     not_named = {info.key for info in listed} - {named_one.key}
-    sort = partial(orphans, listed, not_named, now_seconds=20)
-    assert sort(grace_seconds=10, catalog=None) == Orphans(old=(old, edge), young=(young, future))
-    assert sort(grace_seconds=0, catalog=None) == Orphans(old=(old, young, edge, future), young=())
-    assert sort(grace_seconds=10, catalog=Catalog("0" * 32, 3)) == Orphans((old, edge), (young, future), is_run=True)
-    everything = (old, young, edge, future)
-    assert sort(grace_seconds=0, catalog=Catalog("0" * 32, 2)) == Orphans((), everything, is_run=True)
+
+    def sort(grace_seconds: float, catalog: Catalog | None = None) -> Orphans:
+        return Seen(listed, not_named, catalog).orphans(now_seconds=20, grace_seconds=grace_seconds)
+
+    assert sort(10) == Orphans(old=(old, edge), young=(young, future))
+    assert sort(0) == Orphans(old=(old, young, edge, future), young=())
+    assert sort(10, Catalog("0" * 32, 3)) == Orphans((old, edge), (young, future), is_run=True)
+    assert sort(0, Catalog("0" * 32, 2)) == Orphans((), (old, young, edge, future), is_run=True)
 
 
 @at_any_url

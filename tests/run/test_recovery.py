@@ -332,14 +332,13 @@ def test_any_manifests_make_a_catalog(found: list[FoundManifest], revisions: lis
     whole = {one.key: one for one in found if one.reason is None}
     assert {entry.manifest for entry in catalog.entries} <= set(whole)
     ours = [one for one in whole.values() if one.run_id == catalog.run_id]
-    assert {entry.step for entry in catalog.entries} <= {one.entry.step for one in ours if one.entry}
+    assert {entry.step for entry in catalog.entries} <= {one.entry.step for one in ours}
     assert bool(catalog.entries) == bool(whole)
     for one in found:
-        assert one.entry is not None
         assert one.entry.token < catalog.token
         assert one.entry.began_revision < catalog.floor
     assert all(revision < catalog.floor == catalog.revision for revision in revisions)
-    given_names = {name for one in ours if one.entry for name in one.entry.names}
+    given_names = {name for one in ours for name in one.entry.names}
     assert {name for entry in catalog.entries for name in entry.names} <= given_names
 
 

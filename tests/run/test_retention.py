@@ -12,29 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.catalog import Entry
 from dcp_remote.run.info import best_of
-from dcp_remote.run.retention import Best, Candidate, Decision, Retention, decide
+from dcp_remote.run.retention import Best, Decision, Retention, decide
+from tests.support.catalogs import entry
 
 LOSS = "loss"
 
 
-def candidates(*steps: int) -> list[Candidate]:
-    return [Candidate(step) for step in steps]
+def entries(*steps: int) -> list[Entry]:
+    return [entry(step) for step in steps]
 
 
-def with_losses(**losses: float | None) -> list[Candidate]:
+def with_losses(**losses: float | None) -> list[Entry]:
     """Return checkpoints by `s3=0.5`, step 3 with that loss; None is a checkpoint without one."""
-    return [Candidate(int(name[1:]), metrics=() if loss is None else ((LOSS, loss),)) for name, loss in losses.items()]
+    return [entry(int(name[1:]), metrics=() if loss is None else ((LOSS, loss),)) for name, loss in losses.items()]
 
 
-SIX = candidates(20, 0, 30, 15, 10, 25)
-FIVE = candidates(1, 2, 3, 4, 5)
+SIX = entries(20, 0, 30, 15, 10, 25)
+FIVE = entries(1, 2, 3, 4, 5)
 LOSSES = with_losses(s1=3.0, s2=1.0, s3=2.0, s4=math.nan, s5=None, s6=None)
 EQUALS = with_losses(s1=0.0, s2=-0.0, s3=0.0, s4=None)
 INFINITE = with_losses(s1=math.inf, s2=-math.inf, s3=0.0, s4=None)
 
 
-def five(steps: tuple[int, ...], **marks: Any) -> list[Candidate]:
+def five(steps: tuple[int, ...], **marks: Any) -> list[Entry]:
     """Return five checkpoints, some of them with these marks."""
     return [replace(one, **marks) if one.step in steps else one for one in FIVE]
 
@@ -55,7 +57,7 @@ def five(steps: tuple[int, ...], **marks: Any) -> list[Candidate]:
         (Retention(keep_optimizer_last=6), SIX, [], []),
         (Retention(keep_last=3, keep_optimizer_last=1), SIX, [0, 10, 15], [20, 25]),
         # What goes does not count for the optimizers.
-        (Retention(keep_last=1, keep_every=10, keep_optimizer_last=2), candidates(10, 19, 20, 29), [19], [10]),
+        (Retention(keep_last=1, keep_every=10, keep_optimizer_last=2), entries(10, 19, 20, 29), [19], [10]),
         # A missing value and NaN are never the best, in either direction.
         (Retention(keep_last=1, keep_best=Best(LOSS)), LOSSES, [1, 3, 4, 5], []),
         (Retention(keep_last=1, keep_best=Best(LOSS, 2)), LOSSES, [1, 4, 5], []),
@@ -76,7 +78,7 @@ def five(steps: tuple[int, ...], **marks: Any) -> list[Candidate]:
         (Retention(keep_optimizer_last=1), five((4, 5), abandoned=True), [], [1, 2]),
     ],
 )
-def test_what_goes(retention: Retention, live: list[Candidate], retire: list[int], thin: list[int]) -> None:
+def test_what_goes(retention: Retention, live: list[Entry], retire: list[int], thin: list[int]) -> None:
     assert decide(retention, live) == Decision(tuple(retire), tuple(thin))
 
 
@@ -132,11 +134,11 @@ METRICS = st.dictionaries(
 ).map(lambda metrics: tuple(metrics.items()))
 LIVE = st.lists(
     st.builds(
-        Candidate,
+        entry,
         step=st.integers(min_value=0, max_value=60),
         pinned=st.booleans(),
         abandoned=st.booleans(),
-        thinned=st.booleans(),
+        thinned=st.sampled_from([(), ("optim",), ("other",)]),
         metrics=METRICS,
         names=st.sampled_from([(), ("best",), ("best", "last")]),
     ),
@@ -155,16 +157,16 @@ RETENTIONS = st.builds(
 ) | st.builds(Retention, keep_optimizer_last=st.none() | COUNTS)
 
 
-def carried_out(decision: Decision, live: Sequence[Candidate]) -> list[Candidate]:
+def carried_out(decision: Decision, live: Sequence[Entry]) -> list[Entry]:
     return [
-        replace(one, thinned=one.thinned or one.step in decision.thin)
+        replace(one, thinned=("optim",) if one.step in decision.thin else one.thinned)
         for one in live
         if one.step not in decision.retire
     ]
 
 
 @given(RETENTIONS, LIVE)
-def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> None:
+def test_what_is_never_touched(retention: Retention, live: list[Entry]) -> None:
     """Keep the newest that counts, and all that are pinned, named or abandoned; thin none that is thinned."""
     decision = decide(retention, live)
     counted = {one.step for one in live if not one.abandoned}
@@ -172,13 +174,13 @@ def test_what_is_never_touched(retention: Retention, live: list[Candidate]) -> N
     assert touched <= counted - {one.step for one in live if one.pinned or (one.names and retention.keep_named)}
     assert not counted or max(counted) not in touched
     assert not set(decision.retire) & set(decision.thin)
-    assert not set(decision.thin) & {one.step for one in live if one.thinned}
+    assert not set(decision.thin) & {one.step for one in live if "optim" in one.thinned}
     assert list(decision.retire) == sorted(set(decision.retire))
     assert list(decision.thin) == sorted(set(decision.thin))
 
 
 @given(RETENTIONS, LIVE)
-def test_deciding_again_changes_nothing(retention: Retention, live: list[Candidate]) -> None:
+def test_deciding_again_changes_nothing(retention: Retention, live: list[Entry]) -> None:
     """Decide again after a decision was carried out: nothing more; after a part of it was, just the rest."""
     decision = decide(retention, live)
     assert decide(retention, carried_out(decision, live)) == Decision((), ())
@@ -187,7 +189,7 @@ def test_deciding_again_changes_nothing(retention: Retention, live: list[Candida
 
 
 @given(RETENTIONS, LIVE, st.randoms(use_true_random=False))
-def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Candidate], random: Any) -> None:
+def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Entry], random: Any) -> None:
     """Shuffle the checkpoints and leave out the abandoned: the same decision."""
     shuffled = [one for one in live if not one.abandoned]
     random.shuffle(shuffled)
@@ -195,7 +197,7 @@ def test_order_and_abandoned_are_no_matter(retention: Retention, live: list[Cand
 
 
 @given(RETENTIONS, LIVE)
-def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate]) -> None:
+def test_each_part_keeps_what_it_says(retention: Retention, live: list[Entry]) -> None:
     """Compare with an oracle written from the documentation: a checkpoint stays if a rule keeps it."""
     counted = sorted((one for one in live if not one.abandoned), key=lambda one: -one.step)
     newest = {one.step for one in counted[: retention.keep_last]}
@@ -210,6 +212,11 @@ def test_each_part_keeps_what_it_says(retention: Retention, live: list[Candidate
         }
     kept = newest | every | best | {one.step for one in counted if one.pinned or (one.names and retention.keep_named)}
     assert set(decide(retention, live).retire) == {one.step for one in counted} - kept
+
+
+def test_a_checkpoint_known_to_hold_no_optimizer_is_not_thinned() -> None:
+    live = entries(1, 2, 3)
+    assert decide(Retention(keep_optimizer_last=1), live, bare={live[0].manifest}) == Decision((), (2,))
 
 
 def test_keys_of_the_optimizer_in_a_list() -> None:

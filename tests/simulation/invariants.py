@@ -17,7 +17,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.format.document import unseal
 from dcp_remote.format.keys import MANIFESTS_PREFIX
 from dcp_remote.run.info import CheckpointInfo
-from dcp_remote.run.retention import Candidate, Retention, decide
+from dcp_remote.run.retention import Retention, decide
 from dcp_remote.storage.memory import MemoryObject
 from tests.simulation.world import BrokenError
 
@@ -389,7 +389,7 @@ class Run:
                 self._check_labels(doing, old, new, told)
             case Keeping(retention, job):
                 self._check_owner(job, old, told)
-                decision = decide(retention, [_candidate(entry) for entry in old.entries])
+                decision = decide(retention, old.entries)
                 self._check_maintenance(old, new, gone=decision.retire, thin=decision.thin, told=told)
             case Removing(steps, force):
                 newest = old.latest()
@@ -535,10 +535,6 @@ class Run:
 
 def _unnamed(entry: Entry, names: Sequence[str]) -> Entry:
     return replace(entry, names=tuple(name for name in entry.names if name not in names))
-
-
-def _candidate(entry: Entry) -> Candidate:
-    return Candidate(entry.step, entry.pinned, entry.abandoned, bool(entry.thinned), entry.metrics, entry.names)
 
 
 def _require(condition: object, what: str) -> None:

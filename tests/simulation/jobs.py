@@ -468,7 +468,7 @@ class Trainer:
         actor.say(f"    is told that {label} is committed")
         self.run.committed(save, catalog)
         self.abandons = None
-        self.maintenance.remember(entry.manifest, keys)
+        self.maintenance.named.remember(entry.manifest, keys)
 
     def _begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | None:
         """Begin a save; None if the step is saved already, whose checkpoint gets the names and metrics."""

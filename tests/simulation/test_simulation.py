@@ -24,7 +24,7 @@ from dcp_remote.run import catalog_store, deletions, gc, lookup
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.live_shards import LiveShards
-from dcp_remote.run.retention import Candidate, Decision, Retention, decide
+from dcp_remote.run.retention import Decision, Retention, decide
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.base import Condition, ObjectInfo, Version
 from dcp_remote.storage.wrapper import WrappedStore
@@ -120,7 +120,7 @@ def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
 
 
-def unpinned(by: Retention, live: Sequence[Candidate]) -> Decision:
+def unpinned(by: Retention, live: Sequence[Entry]) -> Decision:
     """Let retention retire pinned checkpoints."""
     return decide(by, [replace(one, pinned=False) for one in live])
 

@@ -151,7 +151,9 @@ def thin(maintenance: Deletions, steps: Sequence[int], *, deadline: Deadline) ->
         whole = [
             entry
             for entry in now.entries
-            if entry.save_id in save_ids and not maintenance._candidate(entry, keys).thinned
+            if entry.save_id in save_ids
+            and set(keys).isdisjoint(entry.thinned)
+            and (entry.manifest, keys) not in maintenance._bare
         ]
         require_expendable(now, whole)
         return Decision(retire=(), thin=tuple(entry.step for entry in whole))
