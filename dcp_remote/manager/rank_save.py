@@ -95,7 +95,7 @@ class RankSaver:
             with phase("planning"):
                 # The last attempt reuses no shard, and so depends on nothing that others could remove.
                 agreed = self._planning.agree(collective, task, borrow=attempt < _ATTEMPTS_MAX)
-            if isinstance(agreed, Labelled):
+            if isinstance(agreed, Labelled):  # this job has saved the step before
                 return self._report_repeated(task, agreed, before)
             with start_progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
                 progress.begin(task.labels.step, sum(map(chunk_bytes, agreed.plan.plan.items)))
@@ -105,7 +105,7 @@ class RankSaver:
                 figures = self._make_figures(task, report, before, uploading_seconds)
                 progress.tell("waiting for the others")
                 with phase("committing"):
-                    answer = self._commit(collective, task, agreed, report, figures)
+                    answer = self._commit(collective, task, agreed, report, figures)  # by Coordinator.commit
                 if not isinstance(answer, Again):
                     save_report = replace(answer, attempts=attempt)
                     progress.close(str(save_report) if self._ranks.is_coordinator else None)
