@@ -36,7 +36,7 @@ from dcp_remote.manager.progress import ProgressSetting, check_progress, start_p
 from dcp_remote.manager.rank_restore import RankRestore, Request
 from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import LoadReport, SaveReport
-from dcp_remote.manager.save_planning import Replicas, Task
+from dcp_remote.manager.save_planning import Replicas, Task, require_one_kind
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
@@ -80,8 +80,8 @@ class CheckpointManager:
                     checkpoints.save(step, state)
 
     `save` copies the state and returns; a thread uploads the shards and commits the checkpoint. One save is under way
-    at a time: the next `save` waits for it, and raises its error. Every rank calls `save`, `restore`, `should_save` and
-    `reached_preemption`, in the same order; any rank may call the methods of `run`.
+    at a time: the next `save` waits for it, and raises its error. One thread of every rank calls `save`, `restore`,
+    `should_save` and `reached_preemption`, in the same order; any rank may call the methods of `run`.
 
     A save ends by its deadline on every rank that lives: with a commit, or with an error that names the rank, the
     shard and the cause. A rank that does not call `save` within `arrival_seconds` of the others, as under
@@ -599,6 +599,7 @@ class CheckpointManager:
         Raises:
             DcpRemoteError: The save failed, see `save`. Each failure is raised once.
         """
+        self._require_own_process()
         step = self._background_saves.step
         try:
             report = self._background_saves.wait()
@@ -665,7 +666,7 @@ class CheckpointManager:
         # A module is callable, too.
         if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
             # Not before all ranks have come: collectives of torch in this function would wait for an absent rank.
-            collective.gather(None, lambda _nothing: None)
+            collective.gather(None, lambda given: require_one_kind(not any(given)))
             collective.set_activity("collecting the state")
             made = made()
         copied = build_saved_state(as_state(made), self._ranks.rank, roles)
@@ -709,6 +710,9 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise InvalidArgumentError("This CheckpointManager is closed; make another one.", url=self._store.url)
+        self._require_own_process()
+
+    def _require_own_process(self) -> None:
         if os.getpid() != self._pid:
             raise InvalidArgumentError(
                 "This process was forked from the one that made this CheckpointManager, as a DataLoader's worker is. "

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Owner
 from dcp_remote.manager.coordinator import Coordinator, Labelled
 from dcp_remote.manager.reports import RankFigures
@@ -118,6 +119,14 @@ class _Compared(NamedTuple):
 
     is_agreed: bool  # False if replicas differ of which several ranks were to write parts
     listing: Mapping[int, tuple[int, ...]]  # ranks that must list the digests of a set, by the number of the set
+
+
+def require_one_kind(is_so: object) -> None:
+    """Refuse states of which one is a function and another is not: their ranks are in different rounds."""
+    if not is_so:
+        raise InvalidArgumentError(
+            "Some ranks pass a function as the state, and others the state itself. Pass the same on all ranks."
+        )
 
 
 class RankPlanning:
@@ -245,6 +254,7 @@ class _Decisions:
 
     def begin(self, requests: Sequence[_Request], *, collective: Collective, borrow: bool) -> _Begun | Labelled:
         """Begin the save, and decide whether the ranks plan anew; see `Coordinator.begin`."""
+        require_one_kind(all(isinstance(request, _Request) for request in requests))
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             self.coordinator.failed(ticket, put)
         begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)

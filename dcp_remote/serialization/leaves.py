@@ -73,8 +73,8 @@ def flatten_state(state: Mapping[Any, Any]) -> FlatState:
     """Take a state apart; the values themselves are not copied. Takes 1 µs for each value.
 
     Refuses two values that torch would give the same name, since their keys are equal as text, or their paths once
-    the parts are joined by dots; the error names them. Refuses a dict or list that contains itself, or is nested too
-    deeply.
+    the parts are joined by dots; the error names them. Refuses a mapping that is no dict, and a dict or list that
+    contains itself or is nested too deeply.
     """
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
@@ -106,6 +106,13 @@ def _text_items(container: Any, path: Path) -> Iterator[tuple[str | int, Any]]:
     require_depth(path, len(path))
     if isinstance(container, list):
         return enumerate(container)
+    if path and not isinstance(container, dict):  # torch's loader takes dicts alone apart
+        raise InvalidArgumentError(
+            "A mapping in the state is no dict, so that a restore could not fill it. Save dict(value), or of a config "
+            "OmegaConf.to_container(value).",
+            where=name_of(path),
+            type=type(container).__qualname__,
+        )
     if {str}.issuperset(map(type, container)):
         return iter(container.items())
     texts = Counter(map(str, container))

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.files import Files, holds_imitation, unwrap_marked
 from dcp_remote.serialization.leaves import (
@@ -150,6 +152,11 @@ def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | 
     ]
     if imitations:
         raise imitation_error(sorted(imitations))
+    if lazy := [name for name, value in flat.values.items() if is_lazy(value)]:
+        raise InvalidArgumentError(
+            "Parameters of a lazy module have no shape yet. Call the module once before the save.",
+            tensors=join_some(lazy),
+        )
     return flat
 
 

@@ -190,6 +190,16 @@ def test_a_state_that_one_rank_cannot_collect(
     wait_until(lambda: ranks.managers[0].run.steps() == [1])
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_function_on_one_rank_and_a_state_on_another(odd: int, ranks: ManagerThreads) -> None:
+    """The rounds of the two differ: all ranks say so, and the next save works."""
+    results = ranks.run(lambda rank, one: one.save(1, (lambda: state_of(1)) if rank == odd else state_of(1), wait=True))
+    for result in results:
+        assert "pass a function as the state" in str(result.error), result
+    ranks.values(lambda _, one: one.save(1, state_of(1), wait=True))
+    assert ranks.managers[0].run.steps() == [1]
+
+
 def test_a_function_that_returns_the_state() -> None:
     """It is called once, inside the save; what it returns is checked as a state is. A module is no function."""
     calls: list[int] = []

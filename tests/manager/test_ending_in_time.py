@@ -172,7 +172,7 @@ child = os.fork()
 if child == 0:
     with checkpoints:
         saves = lambda: checkpoints.save(2, state), lambda: CheckpointManager(sys.argv[1], resumed_from=1)
-        for call in (*saves, lambda: checkpoints.restore(state)):
+        for call in (*saves, lambda: checkpoints.restore(state), checkpoints.wait):
             try:
                 call()
             except InvalidArgumentError as error:

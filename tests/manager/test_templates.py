@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Collection
 from pathlib import Path
 from types import MappingProxyType
@@ -91,6 +92,28 @@ def test_an_optimizer_finds_its_model_in_a_stateful_mapping() -> None:
     assert torch.equal(model.weight, other.weight)
     moments = [one.state[net.weight]["exp_avg"] for net, one in ((model, optimizer), (other, other_optimizer))]
     assert torch.equal(*moments)
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [({"a": UserDict(x=1)}, "a"), ({"a": [MappingProxyType({"x": torch.ones(1)})]}, "a.0")],
+    ids=["dict of the user", "read-only"],
+)
+def test_a_mapping_that_is_no_dict(state: dict[str, Any], where: str) -> None:
+    """Save a mapping that torch's loader does not take apart: refused at once, and not by the restore."""
+    with CheckpointManager(MemoryStore()) as checkpoints, pytest.raises(InvalidArgumentError, match="dict") as error:
+        checkpoints.save(1, state, wait=True)
+    assert error.value.details["where"] == where
+
+
+def test_a_lazy_module_without_shapes() -> None:
+    lazy = nn.LazyLinear(3)
+    with CheckpointManager(MemoryStore()) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match="lazy") as error:
+            checkpoints.save(1, {"model": lazy}, wait=True)
+        assert error.value.details["tensors"] == "model.weight, model.bias"
+        lazy(torch.ones(2))
+        checkpoints.save(1, {"model": lazy}, wait=True)
 
 
 def test_a_mapping_that_cannot_be_changed_holds_no_stateful() -> None:
