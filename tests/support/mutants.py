@@ -178,7 +178,7 @@ class _Places(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call) and not ast.unparse(node.value.func).startswith("_logger"):
+        if isinstance(node.value, ast.Call) and not ast.unparse(node.value.func).startswith("logger"):
             self._add("statement", node, ast.Pass())
             self.generic_visit(node)
 
