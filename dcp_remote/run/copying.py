@@ -135,12 +135,6 @@ def _list_shards(manifest: Manifest) -> list[ShardPart]:
     return [ShardPart.of(manifest, shard, pieces) for shard, pieces in enumerate(group_pieces(manifest))]
 
 
-def _pieces_of(part: ShardPart) -> set[tuple[int, int, int, bytes]]:
-    pieces = part.pieces
-    places = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
-    return {(*place, pieces.digest(number)) for number, place in enumerate(places)}
-
-
 class _Copier:
     """Copy of a run; for one thread."""
 
@@ -223,7 +217,7 @@ class _Copier:
         for shard in _list_shards(manifest):
             copied = in_base.get(_hash_key(shard.key))
             # Other pieces were not verified when the shard was copied.
-            if copied is not None and _pieces_of(shard) <= _pieces_of(copied):
+            if copied is not None and set(copied.iterate_pieces()).issuperset(shard.iterate_pieces()):
                 keys.append(copied.key)
                 self._report.bytes_there += shard.size_bytes
             else:

@@ -78,13 +78,18 @@ class ShardPart(NamedTuple):
         stop = int(self.shard.data_starts[0])
         return ByteRange(stop - int(self.shard.table_lengths[0]), stop)
 
+    def iterate_pieces(self) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield start, length, first entry of the block table and digest of each piece."""
+        columns = (column.tolist() for column in (self.pieces.start, self.pieces.length, self.pieces.table))
+        for number, (start, length, first) in enumerate(zip(*columns, strict=True)):
+            yield start, length, first, self.pieces.digest(number)
+
     def is_whole(self, data: memoryview) -> bool:
         """Compare the block table and the pieces with their digests. None covers the header, which no reader uses."""
         table = data[self.table_span.start : self.table_span.stop]
         if len(table) and digest(table) != self.shard.table_digests:
             return False
-        blocks = _iterate_blocks(self.pieces, table)
-        return not _find_mismatched(self.pieces, table) and all(block.is_whole(data) for block in blocks)
+        return not _find_mismatched(self, table) and all(block.is_whole(data) for block in _iterate_blocks(self, table))
 
 
 def group_pieces(manifest: Manifest) -> list[I64]:
@@ -142,11 +147,9 @@ class ShardChecker:
         table, bad = memoryview(b""), list[ByteRange]()
         if span.length:
             table, bad = self._read(part, [_Block(span, piece_digest(part.shard.table_digests))])
-            bad = bad or _find_mismatched(part.pieces, table)
+            bad = bad or _find_mismatched(part, table)
         # Without a table, longer pieces are named as damaged in any case.
-        blocks = [
-            block for block in _iterate_blocks(part.pieces, None if bad else table) if block.span.stop <= found_bytes
-        ]
+        blocks = [block for block in _iterate_blocks(part, None if bad else table) if block.span.stop <= found_bytes]
         is_sample = self._depth == "sample" and found_bytes == part.size_bytes and bool(blocks) and not bad
         # The ends, where a cut or a write that stopped shows; the one between changes from one call to the next.
         if is_sample and not self._compare(part, dict.fromkeys([blocks[0], _random.choice(blocks), blocks[-1]])):
@@ -170,27 +173,25 @@ class ShardChecker:
         return data, bad
 
 
-def _find_mismatched(pieces: Pieces, table: memoryview) -> list[ByteRange]:
+def _find_mismatched(part: ShardPart, table: memoryview) -> list[ByteRange]:
     """Return the pieces whose digest is not that of their entries in the block table."""
     found: list[ByteRange] = []
-    columns = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
-    for piece, (start, length, first) in enumerate(columns):
+    for start, length, first, known in part.iterate_pieces():
         entries = bytes(table[first * DIGEST_BYTES :][: table_entries(length) * DIGEST_BYTES])
-        if entries and piece_digest(entries) != pieces.digest(piece):
+        if entries and piece_digest(entries) != known:
             found.append(ByteRange(start, start + length))
     return found
 
 
-def _iterate_blocks(pieces: Pieces, table: memoryview | None) -> Iterator[_Block]:
-    columns = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
-    for piece, (start, length, first) in enumerate(columns):
+def _iterate_blocks(part: ShardPart, table: memoryview | None) -> Iterator[_Block]:
+    for start, length, first, known in part.iterate_pieces():
         stop, size = start + length, block_bytes(length)
         if 0 < length <= size:
-            yield _Block(ByteRange(start, stop), pieces.digest(piece))
+            yield _Block(ByteRange(start, stop), known)
         elif table is not None:
             for number, at in enumerate(range(start, stop, size), first):
-                known = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-                yield _Block(ByteRange(at, min(at + size, stop)), piece_digest(bytes(known)))
+                entry = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                yield _Block(ByteRange(at, min(at + size, stop)), piece_digest(bytes(entry)))
 
 
 def _group(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
