@@ -115,7 +115,8 @@ def _wait(
         # Taken before the look, so that the last one begins at the deadline, not a pause before it.
         is_last = deadline.expired()
         try:
-            catalog = _look(store)
+            with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
+                catalog = read_catalog(store)
             if catalog is None and not has_looked_around:
                 _look_around(store)
                 has_looked_around = True
@@ -130,11 +131,6 @@ def _wait(
         if is_last:
             return None
         deadline.clock.sleep(min(poll_seconds, deadline.remaining_seconds()))
-
-
-def _look(store: ObjectStore) -> Catalog | None:
-    with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
-        return read_catalog(store)
 
 
 def _look_around(store: ObjectStore) -> None:
