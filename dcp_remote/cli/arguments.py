@@ -183,6 +183,10 @@ def _own_option(name: str, metavar: str, text: str) -> Argument:
     return argument(_OWN_OPTIONS[name], type=parse, action=AddPair, metavar=metavar, help=text)
 
 
+def _any_option(name: str, text: str) -> Argument:
+    return argument(name, type=parse_setting, action=AddPair, metavar="NAME=VALUE", help=f"{text}; repeatable")
+
+
 # ---- arguments of several commands
 
 Url: TypeAlias = Annotated[str, argument(help="s3://bucket/checkpoint-or-run, gs://…, az://…, file:///…, or a path")]
@@ -192,24 +196,12 @@ StorageOptions: TypeAlias = Annotated[
     _own_option("endpoint_url", "URL", "URL of an S3-compatible server"),
     _own_option("profile_name", "NAME", "profile of the AWS configuration"),
     _own_option("region_name", "NAME", "region of the bucket"),
-    argument(
-        "--option",
-        type=parse_setting,
-        action=AddPair,
-        metavar="NAME=VALUE",
-        help="any other storage option; repeatable",
-    ),
+    _any_option("--option", "any other storage option"),
 ]
 
 SourceOptions: TypeAlias = Annotated[
     Mapping[str, object] | None,
-    argument(
-        "--source-option",
-        type=parse_setting,
-        action=AddPair,
-        metavar="NAME=VALUE",
-        help="storage option of the first URL alone, beside the others; repeatable",
-    ),
+    _any_option("--source-option", "storage option of the first URL alone, beside the others"),
 ]
 
 Step: TypeAlias = Annotated[

@@ -29,10 +29,11 @@ def cp(
     """Copy a run, or checkpoints of it, to another URL.
 
     To another prefix, bucket or cloud, through this machine. All tensors and objects are verified, and each checkpoint
-    is committed like a save. Checkpoints that the destination has are left out, so that the same command goes on after
-    an interruption, or brings what was saved since; names and pins of those stay as they are there. Damaged checkpoints
-    are left out, and the exit code is 1. A job that resumes from the copy makes it a run of its own: no more
-    is copied there.
+    is committed like a save. The same command again copies whatever the destination lacks: what an interruption left,
+    what was saved since, and also what was deleted at the destination meanwhile (`rm`, `prune`). It deletes nothing
+    there, but replaces a step that the source has saved anew. Checkpoints that the destination has are left out, and
+    their names and pins stay as they are there. Damaged checkpoints are left out, and the exit code is 1. A job that
+    resumes from the copy makes it a run of its own: no more is copied there.
     """
     if step is not None and since is not None:
         raise InvalidArgumentError("--step and --since exclude each other.", step=step, since=since)

@@ -6,12 +6,12 @@ import math
 from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument
-from dcp_remote.cli.ls import format_rows, read_run_catalog
-from dcp_remote.cli.output import Output
-from dcp_remote.cli.rm import say_unreadable
+from dcp_remote.cli.deletions import say_unreadable
+from dcp_remote.cli.ls import read_run_catalog
+from dcp_remote.cli.output import Output, format_rows
 from dcp_remote.cli.show import TOP_LEVEL
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.text import escape_unprintable, format_count, human_bytes
+from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.common.units import GiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.run.gc import TIMEOUT_SECONDS
@@ -32,9 +32,10 @@ def du(
 ) -> bool:
     """Print what a run stores, by checkpoint and by top-level key of the state, and its orphans.
 
-    A shard that several checkpoints share counts once. What a retention would free is told by `prune` without --yes.
-    Costs two GETs of the catalog, one of each manifest, and a LIST of the run, of a request per thousand objects. Exit
-    code 1 if a manifest cannot be read.
+    For each checkpoint, the bytes that no other one uses, which its deletion alone would free, stand apart from those
+    that it shares. A shared shard counts once in the totals. What a retention would free is told by `prune` without
+    --yes. Costs two GETs of the catalog, one of each manifest, and a LIST of the run, of a request per thousand
+    objects. Exit code 1 if a manifest cannot be read.
     """
     if price is not None and not 0 <= price < math.inf:
         raise InvalidArgumentError("--price must be at least 0, and finite.", price=price)
@@ -48,20 +49,19 @@ def du(
     stored_bytes, orphan_bytes = sum(listed.values()), usage.orphan_bytes(listed)
     dollars = None if price is None else price * stored_bytes / GiB
     own_bytes = {entry: usage.own_bytes(entry) for entry in catalog.entries}
+    shared_bytes = {entry: None if own is None else entry.size_bytes - own for entry, own in own_bytes.items()}
     keys = usage.sum_by_top()
 
     out.say(f"{store.url}: {format_count(len(catalog.entries), 'checkpoint')}")
     say_unreadable(out, usage)
     if catalog.entries:
-        rows = [("step", "size", "used by no other")]
-        rows += [(str(entry.step), human_bytes(entry.size_bytes), _format(own)) for entry, own in own_bytes.items()]
-        out.say("", *format_rows(rows, right=(True, True, True)))
-        rows = [("key", "stored", "used by one step")]
-        rows += [
-            (escape_unprintable(top) or TOP_LEVEL, human_bytes(stored), human_bytes(own))
-            for top, (stored, own) in keys.items()
+        steps = [
+            (str(entry.step), human_bytes(entry.size_bytes), _format(own_bytes[entry]), _format(shared_bytes[entry]))
+            for entry in catalog.entries
         ]
-        out.say("", *format_rows(rows, right=(False, True, True)), "")
+        out.say("", *format_rows([("step", "size", "used by no other", "shared"), *steps], right=(True,) * 4))
+        tops = [(top or TOP_LEVEL, human_bytes(stored), human_bytes(own)) for top, (stored, own) in keys.items()]
+        out.say("", *format_rows([("key", "stored", "used by one step"), *tops], right=(False, True, True)), "")
     out.say(f"stored in total: {human_bytes(stored_bytes)} in {format_count(len(listed), 'object')}")
     out.say(f"of which orphans: {_format(orphan_bytes)} (`dcp-remote gc` tells which are old)")
     if dollars is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
 from dcp_remote.cli.ls import build_entry, require_answer
@@ -61,63 +61,50 @@ def describe_failures(failed: Mapping[str, StorageError]) -> list[str]:
 
 def _find(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool) -> None:
     orphans = find_orphans(store, grace_seconds=grace_hours * _HOUR_SECONDS, timeout_seconds=_LOOK_SECONDS)
-    noun = _say_title(out, store.url, is_run=orphans.is_run)
-    if as_list:
-        _say_objects(out, orphans.old)
-    _say_total(out, orphans.old, noun, f"at least {grace_hours:g} h old")
-    _say_total(out, orphans.young, noun, "younger, perhaps of a save under way")
+    old = _Group("old", orphans.old, f"at least {grace_hours:g} h old")
+    young = _Group("young", orphans.young, "younger, perhaps of a save under way")
+    document = _report(out, store.url, old, young, is_run=orphans.is_run, as_list=as_list)
     if orphans.abandoned:
         size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
         count = format_count(len(orphans.abandoned), "checkpoint")
         out.say(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`")
     if orphans.old:
+        noun = _noun_of(is_run=orphans.is_run)
         out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete")
-    out.give(
-        {
-            "url": store.url,
-            "is_run": orphans.is_run,
-            "old": _build_objects(orphans.old),
-            "young": _build_objects(orphans.young),
-            "abandoned": [build_entry(entry) for entry in orphans.abandoned],
-        }
-    )
+    out.give({**document, "abandoned": [build_entry(entry) for entry in orphans.abandoned]})
 
 
 def _remove(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool) -> None:
     require_answer(store)
     removal = remove_orphans(store, grace_seconds=grace_hours * _HOUR_SECONDS)
-    noun = _say_title(out, store.url, is_run=removal.is_run)
-    if as_list:
-        _say_objects(out, removal.removed)
-    _say_total(out, removal.removed, noun, "removed")
-    _say_total(out, removal.kept, noun, f"kept, younger than {grace_hours:g} h")
+    removed = _Group("removed", removal.removed, "removed")
+    kept = _Group("kept", removal.kept, f"kept, younger than {grace_hours:g} h")
+    document = _report(out, store.url, removed, kept, is_run=removal.is_run, as_list=as_list)
     out.say(*describe_failures(removal.failed))
     if removal.failed:
         raise StorageError("Some orphans could not be deleted. Run the command again.", failed=len(removal.failed))
-    out.give(
-        {
-            "url": store.url,
-            "is_run": removal.is_run,
-            "removed": _build_objects(removal.removed),
-            "kept": _build_objects(removal.kept),
-        }
-    )
+    out.give(document)
 
 
-def _build_objects(infos: Sequence[ObjectInfo]) -> list[dict[str, object]]:
-    return [{"key": info.key, "bytes": info.size_bytes} for info in infos]
+class _Group(NamedTuple):
+    name: str  # in the JSON document
+    objects: Sequence[ObjectInfo]
+    state: str  # text
 
 
-def _say_title(out: Output, url: str, *, is_run: bool) -> str:
-    """Print the first line; return the noun for the objects that are counted."""
+def _report(out: Output, url: str, listed: _Group, other: _Group, *, is_run: bool, as_list: bool) -> dict[str, object]:
+    """Print two groups of orphans, the objects of the first one by one if asked; return the document."""
     what = "objects that no live checkpoint of the run uses" if is_run else "shards that the manifest does not name"
     out.say(f"{url}: orphans ({what})")
+    if as_list:
+        out.say(*(f"{info.key}  {info.size_bytes}" for info in listed.objects))
+    document: dict[str, object] = {"url": url, "is_run": is_run}
+    for name, objects, state in (listed, other):
+        size = human_bytes(sum(info.size_bytes for info in objects))
+        out.say(f"{format_count(len(objects), _noun_of(is_run=is_run))}, {size}: {state}")
+        document[name] = [{"key": info.key, "bytes": info.size_bytes} for info in objects]
+    return document
+
+
+def _noun_of(*, is_run: bool) -> str:
     return "object" if is_run else "shard"
-
-
-def _say_objects(out: Output, infos: Sequence[ObjectInfo]) -> None:
-    out.say(*(f"{info.key}  {info.size_bytes}" for info in infos))
-
-
-def _say_total(out: Output, infos: Sequence[ObjectInfo], noun: str, state: str) -> None:
-    out.say(f"{format_count(len(infos), noun)}, {human_bytes(sum(info.size_bytes for info in infos))}: {state}")

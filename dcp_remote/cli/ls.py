@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
-from dcp_remote.cli.output import Output
+from dcp_remote.cli.output import Output, format_rows
+from dcp_remote.cli.show import RETRY_SECONDS
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, human_seconds, shorten
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.run.catalog_store import read_catalog
-from dcp_remote.run.info import find_age_seconds, require_run, require_run_url
+from dcp_remote.run.info import CheckpointInfo, find_age_seconds, require_run, require_run_url
 from dcp_remote.run.lookup import exists, not_found
 from dcp_remote.run.runs_below import FoundRun, list_runs
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.retrying import RetryingStore
-
-# Short, because a user waits at a terminal: an outage is reported within seconds.
-_RETRY_SECONDS = 10.0
 
 # Deadline for listing what lies below a URL: far longer, for a LIST and a GET for each of many runs.
 _LIST_SECONDS = 600.0
@@ -44,7 +43,7 @@ def ls(
     if a run cannot be read.
     """
     store = open_store(url, storage_options)
-    asking = RetryingStore(store, Deadline(_RETRY_SECONDS))
+    asking = RetryingStore(store, Deadline(RETRY_SECONDS))
     catalog = read_catalog(asking)
     if catalog is None:
         require_run_url(asking)
@@ -95,46 +94,35 @@ def _print_runs(out: Output, store: ObjectStore, runs: Sequence[FoundRun]) -> bo
 
 
 def _format_run(run: FoundRun) -> tuple[str, ...]:
-    name, last = escape_unprintable(run.path), escape_unprintable(run.problem or run.holder)
+    last = run.problem or run.holder
     if run.newest is None:
-        return name, "", "", "", last
+        return run.path, "", "", "", last
     age_seconds = find_age_seconds(run.newest.created, time.time())
     age = human_seconds(age_seconds) if age_seconds is not None else ""
-    return name, str(run.newest.step), age, human_bytes(run.newest.size_bytes), last
+    return run.path, str(run.newest.step), age, human_bytes(run.newest.size_bytes), last
 
 
 def require_answer(store: ObjectStore) -> None:
     """Raise unless the store answers soon: later requests of a command wait for an outage to end. One HEAD."""
-    exists(RetryingStore(store, Deadline(_RETRY_SECONDS)), CATALOG_KEY)
+    exists(RetryingStore(store, Deadline(RETRY_SECONDS)), CATALOG_KEY)
 
 
 def read_run_catalog(store: ObjectStore) -> Catalog:
     """Read the catalog of a run, as `require_run` does; an outage is reported within seconds."""
-    return require_run(store, retry_seconds=_RETRY_SECONDS)
+    return require_run(store, retry_seconds=RETRY_SECONDS)
 
 
 def format_table(entries: Sequence[Entry]) -> Iterator[str]:
     """Return the aligned lines of a table of checkpoints, header first; none if there are no checkpoints."""
     rows = [("step", "saved", "size", "notes")] if entries else []
     rows += [
-        (str(entry.step), escape_unprintable(entry.created), human_bytes(entry.size_bytes), _describe_notes(entry))
-        for entry in entries
+        (str(entry.step), entry.created, human_bytes(entry.size_bytes), describe_notes(entry)) for entry in entries
     ]
     return format_rows(rows, right=(True, False, True))
 
 
-def format_rows(rows: Sequence[Sequence[str]], *, right: Sequence[bool]) -> Iterator[str]:
-    """Yield the aligned lines of a table; `right` tells which columns are flush right, all but the last one."""
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(len(right))]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if is_right else cell.ljust(width)
-            for cell, width, is_right in zip(row, widths, right, strict=False)
-        ]
-        yield "  ".join([*cells, *row[len(right) :]]).rstrip()
-
-
-def _describe_notes(entry: Entry) -> str:
+def describe_notes(entry: Entry) -> str:
+    """Return marks, names and metrics of a checkpoint as a line, escaped."""
     notes = ["pinned"] if entry.pinned else []
     notes += [f"without {', '.join(entry.thinned)}"] if entry.thinned else []
     notes += ["abandoned"] if entry.abandoned else []
@@ -144,15 +132,6 @@ def _describe_notes(entry: Entry) -> str:
 
 
 def build_entry(entry: Entry) -> dict[str, object]:
-    """Return a checkpoint as it is in JSON documents."""
-    return {
-        "step": entry.step,
-        "save_id": entry.save_id,
-        "created": entry.created,
-        "bytes": entry.size_bytes,
-        "names": list(entry.names),
-        "metrics": dict(entry.metrics),
-        "pinned": entry.pinned,
-        "thinned": list(entry.thinned),
-        "abandoned": entry.abandoned,
-    }
+    """Return a checkpoint as it is in JSON documents: as `CheckpointInfo`, with the size as `bytes`."""
+    fields = asdict(CheckpointInfo.of(entry))
+    return {"bytes" if name == "size_bytes" else name: value for name, value in fields.items()}

@@ -19,23 +19,20 @@ from importlib.metadata import version
 from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
 from dcp_remote.cli.bench import bench
 from dcp_remote.cli.cp import cp
+from dcp_remote.cli.deletions import prune, rm
 from dcp_remote.cli.diff import diff
 from dcp_remote.cli.doctor import doctor
 from dcp_remote.cli.du import du
 from dcp_remote.cli.gc import gc
 from dcp_remote.cli.interrupts import INTERRUPTED, watch_interrupts
+from dcp_remote.cli.labels import pin, tag
 from dcp_remote.cli.ls import ls
-from dcp_remote.cli.output import Output
-from dcp_remote.cli.pin import pin
-from dcp_remote.cli.prune import prune
+from dcp_remote.cli.output import Output, complain
 from dcp_remote.cli.recover import recover_catalog
-from dcp_remote.cli.rm import rm
 from dcp_remote.cli.show import show
-from dcp_remote.cli.tag import tag
 from dcp_remote.cli.transfer import export, import_
 from dcp_remote.cli.verify import verify
 from dcp_remote.cli.watch import watch
-from dcp_remote.common.text import escape_unprintable
 from dcp_remote.errors import (
     CommitUnknownError,
     DcpRemoteError,
@@ -98,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _PIPE_CLOSED
     except DcpRemoteError as error:
         error.reword(describe_options(command))
-        _print_error(name_options(error.message, command) + str(error).removeprefix(error.message))
+        complain("dcp-remote: " + name_options(error.message, command) + str(error).removeprefix(error.message))
         return _code_of(error)
     except OSError as error:  # for example, the output goes to a full disk
-        _print_error(str(error))
+        complain(f"dcp-remote: {error}")
         return _FAILED
     return _FOUND if has_found else 0
 
@@ -112,10 +109,6 @@ def _code_of(error: DcpRemoteError) -> int:
     # What is not there was found to be absent; any other failure of the store leaves the question open.
     is_unknown = isinstance(error, StorageError | CommitUnknownError) and not isinstance(error, ObjectNotFoundError)
     return _FAILED if is_unknown else _FOUND
-
-
-def _print_error(text: str) -> None:
-    print(escape_unprintable(f"dcp-remote: {text}"), file=sys.stderr)
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator, Sequence
 
 from dcp_remote.common.text import escape_unprintable
 
@@ -33,6 +34,23 @@ class Output:
         """Print one of several documents at once, on a line of its own, for a command that goes on."""
         if self.as_json:
             print(json.dumps(document), flush=True)
+
+
+def format_rows(rows: Sequence[Sequence[str]], *, right: Sequence[bool]) -> Iterator[str]:
+    """Yield the aligned lines of a table, escaped; `right` tells which columns are flush right, all but the last."""
+    cells = [[escape_unprintable(cell) for cell in row] for row in rows]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(len(right))]
+    for row in cells:
+        aligned = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=False)
+        ]
+        yield "  ".join([*aligned, *row[len(right) :]]).rstrip()
+
+
+def complain(text: str) -> None:
+    """Print a line on standard error, escaped."""
+    print(escape_unprintable(text), file=sys.stderr, flush=True)
 
 
 def show_line(text: str = "") -> None:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Annotated
 
 from dcp_remote.cli.arguments import Step, StorageOptions, Url, argument
-from dcp_remote.cli.output import Output
-from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, shorten
+from dcp_remote.cli.output import Output, format_rows
+from dcp_remote.common.text import format_count, human_bytes, shorten
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.entry_names import choose_names, top_level_key
 from dcp_remote.format.json_text import from_text
@@ -108,14 +108,15 @@ def _count_tensor_bytes(manifest: Manifest, number: int) -> int:
 def _format_facts(url: str, manifest: Manifest) -> Iterator[str]:
     facts = _collect_facts(url, manifest)
     facts["bytes"] = f"{human_bytes(manifest.total_bytes)} ({manifest.total_bytes:,} bytes)"
-    width = max(map(len, facts))
+    rows: list[tuple[str, str]] = []
     for name, value in facts.items():
         text = str(value)
         if isinstance(value, dict):
             text = ", ".join(f"{metric} {number:g}" for metric, number in value.items())
         elif isinstance(value, list):
             text = ", ".join(value)
-        yield f"{_LABELS.get(name, name.replace('_', ' ')):<{width}}  {text}"
+        rows.append((_LABELS.get(name, name.replace("_", " ")), text))
+    return format_rows(rows, right=(False,))
 
 
 def _format_entries(manifest: Manifest, names: Sequence[str] | None) -> Iterator[str]:
@@ -171,10 +172,9 @@ def _summarize(manifest: Manifest) -> Iterator[str]:
     for name in manifest.names():
         if name not in files:
             groups.setdefault(top_level_key((manifest.flatten or {}).get(name)), []).append(name)
-    rows = [(escape_unprintable(top) or TOP_LEVEL, summarize_group(manifest, names)) for top, names in groups.items()]
+    rows = [(top or TOP_LEVEL, summarize_group(manifest, names)) for top, names in groups.items()]
     rows += files.items()
-    width = max((len(title) for title, _ in rows), default=0)
-    yield from (f"{title:<{width}}  {text}" for title, text in rows)
+    yield from format_rows(rows, right=(False,))
     if rows:
         yield ""
         yield "To list entries: dcp-remote show <url> --key 'model.*'"

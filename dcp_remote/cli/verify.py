@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Self
+from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag, parse_step
 from dcp_remote.cli.ls import require_answer
-from dcp_remote.cli.output import Output, show_line
-from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, join_some, shorten
+from dcp_remote.cli.output import Output, complain, show_line
+from dcp_remote.common.text import format_count, human_bytes, join_some, shorten
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.run import verification
 from dcp_remote.run.shard_check import Damage, Depth
@@ -39,11 +40,9 @@ def verify(
     store = open_store(url, storage_options)
     require_answer(store)
     depth: Depth = "quick" if quick else "deep" if deep else "sample"
-    with _Progress() as progress:
-        report = verification.verify(store, step=step, depth=depth, after=after, report_progress=progress.show)
-    checkpoints = f"{format_count(len(report.steps), 'checkpoint')}, " if report.steps else ""
-    shards, size = format_count(report.shards, "shard"), human_bytes(report.read_bytes)
-    out.say(f"{store.url}: {checkpoints}{shards}; {size} read ({depth})")
+    with _show_progress() as show:
+        report = verification.verify(store, step=step, depth=depth, after=after, report_progress=show)
+    out.say(f"{store.url}: verified{f' behind {after}' if after else ''} ({depth})")
     for damage in report.damage:
         steps = f" (of step {join_some(damage.steps)})" if damage.steps else ""
         out.say(f"{damage.key}{steps}: {damage.reason}")
@@ -52,41 +51,40 @@ def verify(
     if report.changed:
         out.say(f"deleted, replaced or thinned meanwhile, and not judged: step {join_some(report.changed)}")
     if report.damage:
-        out.say(f"DAMAGED: {format_count(len(report.damage), 'object')}")
         hit = {step for damage in report.damage for step in damage.steps}
         whole = [step for step in report.steps if step not in hit and step not in report.changed]
         if report.steps:
             out.say(f"no damage was found in step {join_some(whole)}" if whole else "every checkpoint is damaged")
         out.say("A later save may share a damaged shard: save once with CheckpointManager(…, dedup=False).")
     else:
-        where = f" behind {after}" if after else ""
-        out.say(f"no damage was found{where}" + ("" if deep else f" ({depth}); --deep reads every byte"))
+        out.say("no damage was found" + ("" if depth == "deep" else f" ({depth}); --deep reads every byte"))
+    total = [format_count(len(report.steps), "checkpoint")] if report.steps else []
+    total += [format_count(report.shards, "shard"), f"{human_bytes(report.read_bytes)} read"]
+    out.say(f"total: {', '.join(total)}, {format_count(len(report.damage), 'object')} damaged")
     out.give({"url": store.url, "depth": depth, **asdict(report)})
     return bool(report.damage)
 
 
-class _Progress:
-    """Line on a terminal, on standard error; and where to go on after an interruption."""
+@contextmanager
+def _show_progress() -> Iterator[Callable[[str, Damage | None, int], None]]:
+    """Draw a line on a terminal; after an interruption print the damage that was found, and the place to go on from."""
+    shards, last_place = 0, ""
+    damaged: list[str] = []
 
-    def __init__(self) -> None:
-        self._shards, self._place = 0, ""
-        self._damaged: list[str] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def show(self, place: str, damage: Damage | None, read_bytes: int) -> None:
-        """Count a shard; rewrite the line."""
-        self._shards, self._place = self._shards + 1, place
+    def show(place: str, damage: Damage | None, read_bytes: int) -> None:
+        nonlocal shards, last_place
+        shards, last_place = shards + 1, place
         if damage is not None:
-            self._damaged.append(f"{damage.key}: {damage.reason}")
-        shards = format_count(self._shards, "shard")
-        show_line(f"{shards}, {human_bytes(read_bytes)} read, {len(self._damaged)} damaged")
+            damaged.append(f"{damage.key}: {damage.reason}")
+        show_line(f"{format_count(shards, 'shard')}, {human_bytes(read_bytes)} read, {len(damaged)} damaged")
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Remove the line; print the damage that an interrupted call has found, and the place to go on from."""
+    try:
+        yield show
+    except BaseException:
         show_line()
-        if kind is not None and self._place:
-            for text in self._damaged:
-                print(f"damaged, or deleted meanwhile: {escape_unprintable(text)}", file=sys.stderr)
-            print(f"to go on: --after {self._place}", file=sys.stderr)
+        if last_place:
+            for text in damaged:
+                complain(f"damaged, or deleted meanwhile: {text}")
+            complain(f"to go on: --after {last_place}")
+        raise
+    show_line()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
-from dcp_remote.cli.ls import build_entry
-from dcp_remote.cli.output import Output
-from dcp_remote.common.text import escape_unprintable, human_bytes
+from dcp_remote.cli.ls import build_entry, describe_notes
+from dcp_remote.cli.output import Output, complain
+from dcp_remote.common.text import human_bytes
 from dcp_remote.format.catalog import Entry
 from dcp_remote.run.waiting import POLL_SECONDS, watch_run
 from dcp_remote.storage import open_store
@@ -36,32 +35,35 @@ def watch(
         float,
         argument("--timeout", type=float, metavar="SECONDS", help="end with exit code 1 if none comes for so long"),
     ] = math.inf,
+    poll_seconds: Annotated[
+        float,
+        argument("--interval", type=float, metavar="SECONDS", help="pause between two looks (default: %(default)g)"),
+    ] = POLL_SECONDS,
     storage_options: StorageOptions = None,
 ) -> bool:
     """Print a line for each new checkpoint of a run.
 
-    Looks at the run every half minute, one GET each time, and waits out an outage. The command of --exec finds the
+    Looks at the run again and again, one GET each time, and waits out an outage. The command of --exec finds the
     checkpoint in its environment: DCP_REMOTE_URL, DCP_REMOTE_STEP, DCP_REMOTE_SAVE_ID. If it fails, the next checkpoint
     is waited for, and the exit code is 1 at the end. With --json, each line is a document.
     """
     store = open_store(url, storage_options)
-    out.say(f"{store.url}: waiting for new checkpoints, with a look every {POLL_SECONDS:g} s")
+    out.say(f"{store.url}: waiting for new checkpoints, with a look every {poll_seconds:g} s")
     has_failed = False
-    for entry in watch_run(store, after=after, timeout_seconds=timeout_seconds):
+    for entry in watch_run(store, after=after, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds):
         out.say(_describe(entry))
         out.give_line({"url": store.url, **build_entry(entry)})
         if exec_ is not None and (code := _run(exec_, store.url, entry, as_json=out.as_json)):
             has_failed = True
-            _complain(f"the command failed for step {entry.step} with exit code {code}")
+            complain(f"dcp-remote: the command failed for step {entry.step} with exit code {code}")
         if once:
             return has_failed
-    _complain(f"{store.url}: no new checkpoint for {timeout_seconds:g} s")
+    complain(f"dcp-remote: {store.url}: no new checkpoint for {timeout_seconds:g} s")
     return True
 
 
 def _describe(entry: Entry) -> str:
-    notes = [*entry.names, *(f"{name} {value:g}" for name, value in entry.metrics)]
-    return f"step {entry.step}  {entry.created}  {human_bytes(entry.size_bytes)}  {'; '.join(notes)}".rstrip()
+    return f"step {entry.step}  {entry.created}  {human_bytes(entry.size_bytes)}  {describe_notes(entry)}".rstrip()
 
 
 def _run(command: str, url: str, entry: Entry, *, as_json: bool) -> int:
@@ -78,7 +80,3 @@ def _run(command: str, url: str, entry: Entry, *, as_json: bool) -> int:
         stdin=subprocess.DEVNULL,
         stdout=_STDERR if as_json else None,
     ).returncode
-
-
-def _complain(text: str) -> None:
-    print(escape_unprintable(f"dcp-remote: {text}"), file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from threading import Lock
 import numpy as np
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest, table_entries
+from dcp_remote.common.digests import digest
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -49,13 +49,13 @@ from dcp_remote.run.conditional_put import Backoff, put_until_settled
 from dcp_remote.run.info import require_run
 from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import (
-    exists,
     explain_missing_shard,
     find_entry,
     read_entry,
     require_no_checkpoint_by_itself,
     require_not_lost,
 )
+from dcp_remote.run.shard_check import ShardPart, group_pieces
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -126,66 +126,13 @@ def copy_checkpoints(
     return _Copier(source, destination, on_progress).copy(step, since)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """Shard as a manifest tells of it."""
-
-    key: str
-    size_bytes: int
-    data_start: int
-    table_length: int
-    table_digest: bytes
-    pieces: set[tuple[int, int, int, bytes]]  # start, length, first entry of the table and digest of those named
-
-    def is_whole(self, view: memoryview) -> bool:
-        """Compare the block table and all pieces with their digests. None covers the header, which no reader uses."""
-        table = view[self.data_start - self.table_length : self.data_start]
-        if len(table) and digest(table) != self.table_digest:
-            return False
-
-        def is_piece_whole(start: int, length: int, first: int, expected: bytes) -> bool:
-            found = block_digests(view[start : start + length], size_bytes=block_bytes(length))
-            known = table[first * DIGEST_BYTES :][: len(found)] if table_entries(length) else found
-            return found == known and piece_digest(found) == expected
-
-        return all(is_piece_whole(*piece) for piece in self.pieces)
-
-
-def _put_once(store: ObjectStore, key: str, body: memoryview, deadline: Deadline) -> None:
-    """Put an object under a key that has none, or leave what another copier has put there."""
-
-    def look() -> ObjectInfo | None:
-        with suppress(ObjectNotFoundError):
-            return store.head(key)
-        return None
-
-    put_until_settled(
-        store,
-        key,
-        body,
-        None,
-        look=look,
-        decide=lambda there, _: body if there is None else None,
-        unknown=lambda failure: failure,
-        backoff=Backoff(deadline),
-    )
-
-
 def _hash_key(key: str) -> str:
     """Return the part of the name of a copy that follows from the content: no key is ever written twice."""
     return digest(key.encode()).hex()[:16]
 
 
-def _list_shards(manifest: Manifest) -> list[_Shard]:
-    shards, pieces = manifest.shards, manifest.pieces
-    inside: list[set[tuple[int, int, int, bytes]]] = [set() for _ in shards.keys]
-    columns = (column.tolist() for column in (pieces.shard, pieces.start, pieces.length, pieces.table))
-    for number, (shard, *place) in enumerate(zip(*columns, strict=True)):
-        inside[shard].add((*place, pieces.digest(number)))
-    rows = zip(
-        shards.keys, shards.sizes.tolist(), shards.data_starts.tolist(), shards.table_lengths.tolist(), strict=True
-    )
-    return [_Shard(*row, shards.table_digest(number), inside[number]) for number, row in enumerate(rows)]
+def _list_shards(manifest: Manifest) -> list[ShardPart]:
+    return [ShardPart.of(manifest, shard, pieces) for shard, pieces in enumerate(group_pieces(manifest))]
 
 
 class _Copier:
@@ -266,11 +213,11 @@ class _Copier:
         # Each save has its own: another one may name pieces of a shard that an interrupted copy has not verified.
         number = int.from_bytes(digest(entry.save_id.encode())[:4], "big")
         keys: list[str] = []
-        new: dict[str, _Shard] = {}
+        new: dict[str, ShardPart] = {}
         for shard in _list_shards(manifest):
             copied = in_base.get(_hash_key(shard.key))
             # Other pieces were not verified when the shard was copied.
-            if copied is not None and shard.pieces <= copied.pieces:
+            if copied is not None and set(copied.iterate_pieces()).issuperset(shard.iterate_pieces()):
                 keys.append(copied.key)
                 self._report.bytes_there += shard.size_bytes
             else:
@@ -311,7 +258,7 @@ class _Copier:
                 step=entry.step,
             )
 
-    def _read_base(self, base: Entry | None) -> dict[str, _Shard]:
+    def _read_base(self, base: Entry | None) -> dict[str, ShardPart]:
         """Return the shards of a checkpoint of the copy, by `_hash_key` of their sources."""
         try:
             shards = _list_shards(read_entry(self._destination, base)) if base is not None else []
@@ -319,7 +266,7 @@ class _Copier:
             return {}  # its shards are copied again
         return {shard.key.partition("-rank-00000-")[2][:16]: shard for shard in shards}
 
-    def _copy_shards(self, manifest: Manifest, shards: Mapping[str, _Shard]) -> None:
+    def _copy_shards(self, manifest: Manifest, shards: Mapping[str, ShardPart]) -> None:
         """Copy shards to keys of the destination, but for those that lie there, or that another copier puts first."""
         damage: list[DcpRemoteError] = []
 
@@ -328,11 +275,26 @@ class _Copier:
                 return
             shard, deadline = shards[key], Deadline(_COPY_SECONDS)
             writing = RetryingStore(self._destination, deadline)
-            is_there = exists(writing, key)
+
+            def look() -> ObjectInfo | None:
+                with suppress(ObjectNotFoundError):
+                    return writing.head(key)
+                return None
+
+            is_there = look() is not None
             try:
                 if not is_there:
                     body = self._read_shard(manifest, shard, RetryingStore(self._source, deadline))
-                    _put_once(writing, key, body, deadline)
+                    put_until_settled(
+                        writing,
+                        key,
+                        body,
+                        None,
+                        look=look,
+                        decide=lambda there, _: body if there is None else None,  # else another copier has put it
+                        unknown=lambda failure: failure,
+                        backoff=Backoff(deadline),
+                    )
             except (CheckpointGoneError, CorruptCheckpointError) as error:
                 damage.append(error)  # raised once the others have ended, whose memory and progress would outlive this
                 return
@@ -348,7 +310,7 @@ class _Copier:
         if damage:
             raise damage[0]
 
-    def _read_shard(self, manifest: Manifest, shard: _Shard, store: ObjectStore) -> memoryview:
+    def _read_shard(self, manifest: Manifest, shard: ShardPart, store: ObjectStore) -> memoryview:
         """Read and verify a shard; once more, by another way, if it is damaged."""
         view, cause = np.empty(shard.size_bytes, dtype=np.uint8).data, None
         try:

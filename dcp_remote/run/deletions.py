@@ -181,19 +181,21 @@ class Deletions:
     ) -> Applied:
         """Retire live checkpoints by their steps or names in `catalog`, abandoned ones too; nothing is deleted yet.
 
-        Pinned checkpoints and the newest are refused without `force`; after an error nothing is changed, but after
-        `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and beside one. Shards that an
-        unreadable manifest may name are left to gc. Costs as `apply`.
+        Pinned checkpoints, the newest, and those that get a name meanwhile are refused without `force`; after an error
+        nothing is changed, but after `CommitUnknownError` that is not known. Works on a damaged checkpoint, too, and
+        beside one. Shards that an unreadable manifest may name are left to gc. Costs as `apply`.
         """
-        save_ids: set[str] = set()
+        names: dict[str, tuple[str, ...]] = {}  # by save_id
 
         def choose(now: Catalog) -> Decision:
             # The checkpoints of the first catalog are meant, and not those that are saved at their steps meanwhile.
-            if not save_ids:
-                save_ids.update(find_entry(now, step, url=self._store.url).save_id for step in steps)
-            entries = [entry for entry in now.entries if entry.save_id in save_ids]
+            if not names:
+                chosen = [find_entry(now, step, url=self._store.url) for step in steps]
+                names.update((entry.save_id, entry.names) for entry in chosen)
+            entries = [entry for entry in now.entries if entry.save_id in names]
             if not force:
                 require_expendable(now, entries)
+                _require_no_new_name(entries, names)
             return Decision(retire=tuple(entry.step for entry in entries), thin=())
 
         return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner, explicit=True)
@@ -377,6 +379,14 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
     after = retire_entries(after, [entry.save_id for entry in run.entries if entry.step in retiring]) or after
     # A swap is one revision, however many changes it makes.
     return None if after is run else replace(after, revision=run.revision + 1)
+
+
+def _require_no_new_name(entries: Iterable[Entry], before: Mapping[str, Collection[str]]) -> None:
+    for entry in entries:
+        if not set(entry.names).issubset(before[entry.save_id]):
+            raise InvalidArgumentError(
+                "The checkpoint got a name meanwhile.", step=entry.step, names=", ".join(entry.names)
+            )
 
 
 def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:

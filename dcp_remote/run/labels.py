@@ -6,7 +6,7 @@ tried again for that checkpoint alone, so that a name that moves meanwhile chang
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import InvalidArgumentError
@@ -22,9 +22,7 @@ def set_pin(store: ObjectStore, step: int | str, *, pin: bool, deadline: Deadlin
 
     A job that asks (`owner`; None is a person or a tool) and was fenced is refused.
     """
-    chosen = _Chosen(step, store.url, owner)
-    swap(store, lambda now: pin_entry(now, chosen.find(now).step, pin=pin), deadline=deadline)
-    return chosen.step
+    return _change(store, step, lambda now, entry: pin_entry(now, entry.step, pin=pin), deadline=deadline, owner=owner)
 
 
 def give_names(
@@ -40,17 +38,15 @@ def give_names(
 
     Names that other checkpoints have are refused, or taken from them if `move` is true.
     """
-    chosen, given = _Chosen(step, store.url, owner), check_names(names)
+    given = check_names(names)
     if not given:
         raise InvalidArgumentError("No name is given.", step=step)
 
-    def change(now: Catalog) -> Catalog | None:
-        entry = chosen.find(now)
+    def change(now: Catalog, entry: Entry) -> Catalog | None:
         check_names(given, step=entry.step)
         return name_entry(now, entry.step, given, move=move)
 
-    swap(store, change, deadline=deadline)
-    return chosen.step
+    return _change(store, step, change, deadline=deadline, owner=owner)
 
 
 def take_names(
@@ -73,28 +69,28 @@ def take_names(
     swap(store, change, deadline=deadline)
 
 
-class _Chosen:
-    """Checkpoint that a step or name means in the first catalog."""
+def _change(
+    store: ObjectStore,
+    step: int | str,
+    change: Callable[[Catalog, Entry], Catalog | None],
+    *,
+    deadline: Deadline,
+    owner: Owner | None,
+) -> int:
+    """Change the checkpoint that a step or name means in the first catalog, by one swap; return its step."""
+    require_step_or_name(step)
+    first: Entry | None = None
 
-    def __init__(self, step: int | str, url: str, owner: Owner | None) -> None:
-        require_step_or_name(step)
-        self._asked, self._url, self._owner = step, url, owner
-        self._first: Entry | None = None
+    def find_and_change(now: Catalog) -> Catalog | None:
+        nonlocal first
+        require_owner(now, owner)
+        if first is None:
+            first = find_entry(now, step, url=store.url)
+        entry = now.entry_at(first.step)
+        if entry is None or entry.save_id != first.save_id:
+            raise no_such_entry(now, step, url=store.url, what="The checkpoint was deleted or replaced meanwhile.")
+        return change(now, entry)
 
-    @property
-    def step(self) -> int:
-        """Step of the checkpoint, once it was found."""
-        assert self._first is not None, "a swap calls its change at least once"
-        return self._first.step
-
-    def find(self, now: Catalog) -> Entry:
-        require_owner(now, self._owner)
-        if self._first is None:
-            self._first = find_entry(now, self._asked, url=self._url)
-            return self._first
-        entry = now.entry_at(self._first.step)
-        if entry is None or entry.save_id != self._first.save_id:
-            raise no_such_entry(
-                now, self._asked, url=self._url, what="The checkpoint was deleted or replaced meanwhile."
-            )
-        return entry
+    swap(store, find_and_change, deadline=deadline)
+    assert first is not None, "a swap calls its change at least once"
+    return first.step

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
+
+from dcp_remote.common.arrays import I64
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, digest, piece_digest, table_entries
 from dcp_remote.common.geometry import ByteRange
 from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import ObjectNotFoundError
-from dcp_remote.format.manifest import Pieces, Shards
+from dcp_remote.format.manifest import Manifest, Pieces, Shards
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RetryingStore
@@ -51,14 +54,59 @@ class Damage:
 class ShardPart(NamedTuple):
     """Shard, and pieces in it that are to be checked."""
 
-    place: str  # to go on from: `after` of another verification
     shard: Shards  # one
     pieces: Pieces  # by ascending start
+
+    @classmethod
+    def of(cls, manifest: Manifest, shard: int, pieces: I64) -> ShardPart:
+        """Return the shard with this number, with the pieces of these."""
+        return cls(manifest.shards.take(np.array([shard])), manifest.pieces.take(pieces))
+
+    @property
+    def key(self) -> str:
+        """Key of the shard."""
+        return self.shard.keys[0]
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the shard."""
+        return int(self.shard.sizes[0])
+
+    @property
+    def table_span(self) -> ByteRange:
+        """Bytes of the block table; empty if the shard has none."""
+        stop = int(self.shard.data_starts[0])
+        return ByteRange(stop - int(self.shard.table_lengths[0]), stop)
+
+    def iterate_pieces(self) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield start, length, first entry of the block table and digest of each piece."""
+        columns = (column.tolist() for column in (self.pieces.start, self.pieces.length, self.pieces.table))
+        for number, (start, length, first) in enumerate(zip(*columns, strict=True)):
+            yield start, length, first, self.pieces.digest(number)
+
+    def is_whole(self, data: memoryview) -> bool:
+        """Compare the block table and the pieces with their digests. None covers the header, which no reader uses."""
+        table = data[self.table_span.start : self.table_span.stop]
+        if len(table) and digest(table) != self.shard.table_digests:
+            return False
+        return not _find_mismatched(self, table) and all(block.is_whole(data) for block in _iterate_blocks(self, table))
+
+
+def group_pieces(manifest: Manifest) -> list[I64]:
+    """Return the numbers of the pieces in each shard, by ascending start."""
+    pieces = manifest.pieces
+    order = np.lexsort((pieces.start, pieces.shard))
+    bounds = np.searchsorted(pieces.shard[order], np.arange(len(manifest.shards.keys) + 1))
+    return np.split(order, bounds)[1:-1]
 
 
 class _Block(NamedTuple):
     span: ByteRange  # in the shard
     twice_digested: bytes  # digest of the digest of the block: of a piece of one block, this is the piece's own
+
+    def is_whole(self, data: memoryview, *, start: int = 0) -> bool:
+        """Compare the block with its digest, in the bytes of the shard from `start` on."""
+        return piece_digest(digest(data[self.span.start - start : self.span.stop - start])) == self.twice_digested
 
 
 class ShardChecker:
@@ -76,7 +124,7 @@ class ShardChecker:
         A sample also costs a GET for the block table, if the shard has one, and up to three for blocks; a deep check
         costs a GET for the table and one for each 4 MiB, as does a sample that finds damage.
         """
-        key, size_bytes = part.shard.keys[0], int(part.shard.sizes[0])
+        key, size_bytes = part.key, part.size_bytes
         try:
             found_bytes = RetryingStore(self._stores[0], self._make_deadline()).head(key).size_bytes
             bad = [] if self._depth == "quick" else self._find_bad(part, found_bytes)
@@ -93,19 +141,16 @@ class ShardChecker:
 
     def _find_bad(self, part: ShardPart, found_bytes: int) -> list[ByteRange]:
         """Return the ranges before the end that do not match: the block table, and blocks."""
-        shard, data_start = part.shard, int(part.shard.data_starts[0])
-        span = ByteRange(data_start - int(shard.table_lengths[0]), data_start)
-        if found_bytes < data_start:
+        span = part.table_span
+        if found_bytes < span.stop:
             return []
         table, bad = memoryview(b""), list[ByteRange]()
         if span.length:
-            table, bad = self._read(part, [_Block(span, piece_digest(shard.table_digests))])
-            bad = bad or _find_mismatched(part.pieces, table)
+            table, bad = self._read(part, [_Block(span, piece_digest(part.shard.table_digests))])
+            bad = bad or _find_mismatched(part, table)
         # Without a table, longer pieces are named as damaged in any case.
-        blocks = [
-            block for block in _iterate_blocks(part.pieces, None if bad else table) if block.span.stop <= found_bytes
-        ]
-        is_sample = self._depth == "sample" and found_bytes == shard.sizes[0] and bool(blocks) and not bad
+        blocks = [block for block in _iterate_blocks(part, None if bad else table) if block.span.stop <= found_bytes]
+        is_sample = self._depth == "sample" and found_bytes == part.size_bytes and bool(blocks) and not bad
         # The ends, where a cut or a write that stopped shows; the one between changes from one call to the next.
         if is_sample and not self._compare(part, dict.fromkeys([blocks[0], _random.choice(blocks), blocks[-1]])):
             return []
@@ -121,35 +166,32 @@ class ShardChecker:
         data = memoryview(bytearray(group[-1].span.stop - start))
         bad: list[ByteRange] = []
         for store in self._stores:
-            RetryingStore(store, self._make_deadline()).get_into(part.shard.keys[0], start, data)
-            found = [digest(data[span.start - start : span.stop - start]) for span, _ in group]
-            bad = [span for (span, known), one in zip(group, found, strict=True) if piece_digest(one) != known]
+            RetryingStore(store, self._make_deadline()).get_into(part.key, start, data)
+            bad = [block.span for block in group if not block.is_whole(data, start=start)]
             if not bad:
                 break
         return data, bad
 
 
-def _find_mismatched(pieces: Pieces, table: memoryview) -> list[ByteRange]:
+def _find_mismatched(part: ShardPart, table: memoryview) -> list[ByteRange]:
     """Return the pieces whose digest is not that of their entries in the block table."""
     found: list[ByteRange] = []
-    columns = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
-    for piece, (start, length, first) in enumerate(columns):
+    for start, length, first, known in part.iterate_pieces():
         entries = bytes(table[first * DIGEST_BYTES :][: table_entries(length) * DIGEST_BYTES])
-        if entries and piece_digest(entries) != pieces.digest(piece):
+        if entries and piece_digest(entries) != known:
             found.append(ByteRange(start, start + length))
     return found
 
 
-def _iterate_blocks(pieces: Pieces, table: memoryview | None) -> Iterator[_Block]:
-    columns = zip(pieces.start.tolist(), pieces.length.tolist(), pieces.table.tolist(), strict=True)
-    for piece, (start, length, first) in enumerate(columns):
+def _iterate_blocks(part: ShardPart, table: memoryview | None) -> Iterator[_Block]:
+    for start, length, first, known in part.iterate_pieces():
         stop, size = start + length, block_bytes(length)
         if 0 < length <= size:
-            yield _Block(ByteRange(start, stop), pieces.digest(piece))
+            yield _Block(ByteRange(start, stop), known)
         elif table is not None:
             for number, at in enumerate(range(start, stop, size), first):
-                known = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-                yield _Block(ByteRange(at, min(at + size, stop)), piece_digest(bytes(known)))
+                entry = table[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                yield _Block(ByteRange(at, min(at + size, stop)), piece_digest(bytes(entry)))
 
 
 def _group(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -41,7 +41,8 @@ class Usage:
 
     Attributes:
         sizes: Bytes of each shard.
-        tops: Top-level key of the state dict to which each shard belongs; "" for values at the top itself.
+        tops: Top-level key of the state dict to which each shard belongs; "" for values at the top itself, and absent
+            for a shard of which nothing is named.
         named: Shards of each checkpoint whose manifest can be read.
         thinned: Shards that a checkpoint would name without the keys that retention drops, if it has any of those.
         unreadable: Errors of the other manifests.
@@ -75,8 +76,9 @@ class Usage:
         """
         totals: dict[str, tuple[int, int]] = {}
         for key, size_bytes in self.sizes.items():
-            stored, own = totals.get(self.tops[key], (0, 0))
-            totals[self.tops[key]] = stored + size_bytes, own + (size_bytes if self.uses[key] == 1 else 0)
+            top = self.tops.get(key, "")
+            stored, own = totals.get(top, (0, 0))
+            totals[top] = stored + size_bytes, own + (size_bytes if self.uses[key] == 1 else 0)
         return totals
 
     def orphan_bytes(self, listed: Mapping[str, int]) -> int | None:
@@ -85,14 +87,14 @@ class Usage:
         orphans = [size for key, size in listed.items() if revision_of(key) is not None and key not in live]
         return None if self.unreadable else sum(orphans)
 
-    def freed_bytes(self, decision: Decision) -> int:
+    def freed_bytes(self, decision: Decision) -> int | None:
         """Return the bytes that are freed when these checkpoints go, or are thinned.
 
-        0 if the manifest of a checkpoint that stays cannot be read, since that one may name the same shards.
+        None if that is not known, since a manifest cannot be read, which may name the same shards.
         """
         retiring, thinning = frozenset(decision.retire), frozenset(decision.thin)
-        if any(entry.step not in retiring for entry in self.unreadable):
-            return 0
+        if self.unreadable and (retiring or thinning):
+            return None
         stays: set[str] = set()
         for entry, keys in self.named.items():
             if entry.step not in retiring:
@@ -121,7 +123,7 @@ def read_usage(
         # Interned, since most checkpoints of a run name the same shards.
         keys = tuple(map(sys.intern, manifest.shards.keys))
         usage.sizes.update(zip(keys, manifest.shards.sizes.tolist(), strict=True))
-        usage.tops.update(zip(keys, _find_tops(manifest), strict=True))
+        usage.tops.update((keys[shard], top) for shard, top in _find_tops(manifest).items())
         usage.named[entry] = keys
         left = drop_keys(manifest, dropped_keys)
         if left is not manifest:
@@ -131,17 +133,12 @@ def read_usage(
     return usage
 
 
-def _find_tops(manifest: Manifest) -> list[str]:
-    """Return the top-level key of each shard; two such keys never share one."""
-    tensors, paths = manifest.tensors, manifest.flatten or {}
-    counts = dict(zip(tensors.names, np.diff(tensors.piece_first[tensors.chunk_first]).tolist(), strict=True))
-    counts |= {item.name: item.pieces for item in manifest.stored}
-    shards = iter(manifest.pieces.shard.tolist())
-    tops = [""] * len(manifest.shards.keys)
-    for name, pieces in counts.items():
-        for shard in islice(shards, pieces):
-            tops[shard] = top_level_key(paths.get(name))
-    return tops
+def _find_tops(manifest: Manifest) -> dict[int, str]:
+    """Return the top-level key of each shard, by its number: that of any piece, since two keys never share a shard."""
+    paths = manifest.flatten or {}
+    shards, pieces = np.unique(manifest.pieces.shard, return_index=True)
+    names = map(manifest.name_of_piece, pieces.tolist())
+    return {shard: top_level_key(paths.get(name)) for shard, name in zip(shards.tolist(), names, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from typing import TypeAlias, get_args
 import numpy as np
 import xxhash
 
-from dcp_remote.common.arrays import I64
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import BLOCK_BYTES_MIN
 from dcp_remote.common.threads import Cancellation
@@ -32,7 +31,7 @@ from dcp_remote.run.catalog_store import require_catalog
 from dcp_remote.run.info import catalog_of
 from dcp_remote.run.live_shards import READS_IN_FLIGHT, in_parallel
 from dcp_remote.run.lookup import find_entry, no_run, read_entry, read_manifest
-from dcp_remote.run.shard_check import Damage, Depth, ShardChecker, ShardPart
+from dcp_remote.run.shard_check import Damage, Depth, ShardChecker, ShardPart, group_pieces
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -106,18 +105,19 @@ def verify(
     damaged: dict[str, Damage] = {}
     try:
         while batch := list(islice(parts, _BATCH)):
-            for part, damage in zip(batch, in_parallel(checker.check, batch, threads=_CHECKS_IN_FLIGHT), strict=True):
+            found = in_parallel(lambda one: checker.check(one[1]), batch, threads=_CHECKS_IN_FLIGHT)
+            for (place, _), damage in zip(batch, found, strict=True):
                 shards += 1
                 if damage is not None:
                     before = damaged[damage.key].ranges if damage.key in damaged else ()
                     damaged[damage.key] = replace(damage, ranges=before + damage.ranges)
                 if report_progress is not None:
-                    report_progress(part.place, damage, counting.counts.got_bytes)
+                    report_progress(place, damage, counting.counts.got_bytes)
     finally:
         cancellation.cancel()
-    changed, found = walk.judge(damaged)
+    changed, live_damage = walk.judge(damaged)
     steps = tuple(entry.step for entry in entries if entry is not None)
-    return VerifyReport(steps, changed, shards, counting.counts.got_bytes, found)
+    return VerifyReport(steps, changed, shards, counting.counts.got_bytes, live_damage)
 
 
 class _Walk:
@@ -129,20 +129,20 @@ class _Walk:
         self._seen = np.array([2**64 - 1], dtype=np.uint64)
         self._damage: list[Damage] = []  # of manifests, deleted ones included
 
-    def parts(self, after: str) -> Iterator[ShardPart]:
-        """Yield the shards behind a place, each with the pieces that no earlier checkpoint names."""
+    def parts(self, after: str) -> Iterator[tuple[str, ShardPart]]:
+        """Yield the shards behind a place, each with its place and the pieces that no earlier checkpoint names."""
         for entry, manifest in self._manifests(self._entries):
             if not isinstance(manifest, Manifest):
                 key = MANIFEST_KEY if entry is None else entry.manifest
                 self._damage.append(Damage(key, "manifest", manifest.what, steps=_steps_of(entry)))
                 continue
             is_new = self._find_new(manifest)
-            shards, groups = manifest.shards, _group_pieces(manifest)
+            shards, groups = manifest.shards, group_pieces(manifest)
             for shard in sorted(range(len(groups)), key=shards.keys.__getitem__):
                 own = groups[shard][is_new[groups[shard]]]
                 place = shards.keys[shard] if entry is None else f"{entry.step:012d}:{shards.keys[shard]}"
                 if len(own) and place > after:
-                    yield ShardPart(place, shards.take(np.array([shard])), manifest.pieces.take(own))
+                    yield place, ShardPart.of(manifest, shard, own)
 
     def _find_new(self, manifest: Manifest) -> np.typing.NDArray[np.bool_]:
         """Return which pieces are in no manifest before, by fingerprints of shard, start and digest."""
@@ -198,18 +198,10 @@ def _steps_of(entry: Entry | None) -> tuple[int, ...]:
     return () if entry is None else (entry.step,)
 
 
-def _group_pieces(manifest: Manifest) -> list[I64]:
-    """Return the indices of the pieces in each shard, by ascending start."""
-    pieces = manifest.pieces
-    order = np.lexsort((pieces.start, pieces.shard))
-    bounds = np.searchsorted(pieces.shard[order], np.arange(len(manifest.shards.keys) + 1))
-    return np.split(order, bounds)[1:-1]
-
-
 def _name_damaged(manifest: Manifest, damaged: Mapping[str, Damage]) -> Iterator[tuple[str, set[str]]]:
     """Yield the damaged shards that a manifest names, with the entries that lie in damaged bytes."""
     pieces, shards = manifest.pieces, manifest.shards
-    for key, data_start, own in zip(shards.keys, shards.data_starts, _group_pieces(manifest), strict=True):
+    for key, data_start, own in zip(shards.keys, shards.data_starts, group_pieces(manifest), strict=True):
         if key not in damaged:
             continue
         starts, lengths = pieces.start[own], pieces.length[own]

@@ -14,7 +14,7 @@ from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.run.info import CheckpointInfo, require_run_url
 from dcp_remote.run.job import require_step
-from dcp_remote.run.lookup import require_not_lost, require_reachable
+from dcp_remote.run.lookup import find_near_runs, require_not_lost, require_reachable
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.location import require_timeout
 from dcp_remote.storage.request_context import limit_requests
@@ -115,7 +115,8 @@ def _wait(
         # Taken before the look, so that the last one begins at the deadline, not a pause before it.
         is_last = deadline.expired()
         try:
-            catalog = _look(store)
+            with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
+                catalog = read_catalog(store)
             if catalog is None and not has_looked_around:
                 _look_around(store)
                 has_looked_around = True
@@ -132,11 +133,6 @@ def _wait(
         deadline.clock.sleep(min(poll_seconds, deadline.remaining_seconds()))
 
 
-def _look(store: ObjectStore) -> Catalog | None:
-    with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
-        return read_catalog(store)
-
-
 def _look_around(store: ObjectStore) -> None:
     """Refuse a URL at which no run will begin, and say what else lies there; called where there is no catalog."""
     with limit_requests(Deadline(_REQUEST_SECONDS).remaining_seconds):
@@ -144,6 +140,8 @@ def _look_around(store: ObjectStore) -> None:
         require_run_url(store)
         require_not_lost(store)
     found = describe_foreign(store)
+    if found is None and (near := find_near_runs(store)):
+        found = f"Similar runs beside it: {', '.join(near)}."
     logger.warning("%s: there is no run here yet; waiting for one%s", store.url, f". {found}" if found else "")
 
 

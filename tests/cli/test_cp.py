@@ -47,6 +47,8 @@ def test_says_what_was_copied(cli: CommandLine, run: Path, tmp_path: Path) -> No
         "left out, since the destination has them: steps 10, 20",
     ]
     assert cli.run("diff", run, tmp_path / "copy").lines
+    cli.run("rm", tmp_path / "copy", "--step", 10, "--yes")
+    assert [entry["step"] for entry in copy(cli, run, tmp_path / "copy")["copied"]] == [10]
     assert bool((load(tmp_path / "copy", step=10)["model"]["w"] == 10).all())
 
 

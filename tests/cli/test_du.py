@@ -29,10 +29,10 @@ def test_prints_what_a_run_stores(cli: CommandLine, run: Path) -> None:
     stored = sum(path.stat().st_size for path in run.rglob("*") if path.is_file() and ".dcp" not in str(path))
     assert lines[0] == f"file://{run}: 3 checkpoints"
     assert [line.split() for line in lines[2:6]] == [
-        ["step", "size", "used", "by", "no", "other"],
-        ["1", "682", "B", "401", "B"],
-        ["2", "682", "B", "401", "B"],
-        ["3", "682", "B", "401", "B"],
+        ["step", "size", "used", "by", "no", "other", "shared"],
+        ["1", "682", "B", "401", "B", "281", "B"],
+        ["2", "682", "B", "401", "B", "281", "B"],
+        ["3", "682", "B", "401", "B", "281", "B"],
     ]
     assert [line.split()[0] for line in lines[7:10]] == ["key", "model", "optim"]
     assert lines[11].startswith("stored in total: ")

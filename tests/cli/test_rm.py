@@ -14,6 +14,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.deletions import Deletions
+from dcp_remote.run.labels import give_names
 from dcp_remote.run.usage import Usage, read_usage
 from dcp_remote.storage import LocalStore
 from tests.support.command_line import CommandLine, KeepingStore, open_with
@@ -119,6 +120,30 @@ def test_force(cli: CommandLine, run: Path) -> None:
     assert list(files(run)) == [CATALOG_KEY]
 
 
+def test_names_are_kept(cli: CommandLine, run: Path) -> None:
+    """Choose a named checkpoint by a range, and by age: kept; by its name or step, or with --force: deleted."""
+    save(LocalStore(run), 4, base=3, names=("first \x1b try",))
+    save(LocalStore(run), 5, base=4)
+    for choice in (["--step", "3-4"], ["--older-than", "0", "--step", "3-4"]):
+        shown = cli.run("rm", run, *choice)
+        assert r'kept: step 4, which is named "first \x1b try"' in shown.lines
+    assert cli.run("rm", run, "--step", "3-4", "--force", "--json").document["kept"] == []
+    document = cli.run("rm", run, "--step", "3-4", "--step", "4", "--yes", "--json").document
+    assert (document["kept"], document["deleted"]) == ([3], [4])
+
+
+def test_bytes_that_are_not_known(cli: CommandLine, run: Path) -> None:
+    """Damage a manifest: nothing is said of the bytes that would be freed."""
+    for path in run.glob("manifests/step-000000000003-*"):
+        path.write_bytes(b"{}")
+    *_, why, last = cli.run("rm", run, "--step", "1").lines
+    assert why.startswith("the manifest of step 3 cannot be read, so that bytes are not known")
+    assert last == "Nothing was changed. To delete, add --yes"
+    document = cli.run("rm", run, "--step", "1", "--json").document
+    require_schema("rm", document)
+    assert document["would_free_bytes"] is None
+
+
 def test_a_damaged_checkpoint_can_be_deleted(cli: CommandLine, run: Path) -> None:
     """Damage a manifest: the output says that some objects are left, and gc finds them."""
     (manifest,) = (path for path in run.glob("manifests/*.json") if "step-000000000001" in path.name)
@@ -132,7 +157,7 @@ def test_a_damaged_checkpoint_can_be_deleted(cli: CommandLine, run: Path) -> Non
 def test_objects_that_cannot_be_deleted(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deny deletions: the checkpoint is gone, the reasons are printed, and the error names gc."""
     begin(LocalStore(run), 9)
-    monkeypatch.setattr("dcp_remote.cli.rm.open_store", open_with(KeepingStore))
+    monkeypatch.setattr("dcp_remote.cli.deletions.open_store", open_with(KeepingStore))
     shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
     assert live(run) == [2, 3]
     assert "deleted step 1 (0 objects, 0 B freed)" in shown.out
@@ -145,7 +170,7 @@ def test_objects_beyond_the_first_refusal_are_counted(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deny deletions, an object per request: one request is sent, and the error counts the objects of all requests."""
-    monkeypatch.setattr("dcp_remote.cli.rm.open_store", open_with(KeepingStore))
+    monkeypatch.setattr("dcp_remote.cli.deletions.open_store", open_with(KeepingStore))
     monkeypatch.setattr(Deletions, "delete", partialmethod(Deletions.delete, batch=1))
     shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
     assert shown.out.count("An injected") == 1
@@ -165,7 +190,7 @@ def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(store, 7, base=4, abandons=4)
     swap(store, partial(pin_entry, step=2, pin=True), deadline=Deadline(30))
     swap(store, _save_on_days, deadline=Deadline(30))
-    monkeypatch.setattr("dcp_remote.cli.rm.time.time", lambda: datetime(2026, 1, 8, tzinfo=UTC).timestamp())
+    monkeypatch.setattr("dcp_remote.cli.deletions.time.time", lambda: datetime(2026, 1, 8, tzinfo=UTC).timestamp())
     return tmp_path / "long"
 
 
@@ -229,9 +254,23 @@ def test_a_step_that_is_saved_again_meanwhile_stays(
         save(store, 6, base=4, letter="b", overwrite=True)
         return usage
 
-    monkeypatch.setattr("dcp_remote.cli.rm.read_usage", read_meanwhile)
+    monkeypatch.setattr("dcp_remote.cli.deletions.read_usage", read_meanwhile)
     assert cli.run("rm", long_run, "--abandoned", "--yes", "--json").document["deleted"] == [5]
     assert 6 in live(long_run)
+
+
+def test_a_name_that_is_given_meanwhile_is_respected(
+    cli: CommandLine, long_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Name a checkpoint while `rm` of a range runs: nothing is deleted, and the error says why."""
+
+    def read_meanwhile(*arguments: Any, **options: Any) -> Usage:
+        give_names(LocalStore(long_run), 3, "best", move=False, deadline=Deadline(30))
+        return read_usage(*arguments, **options)
+
+    monkeypatch.setattr("dcp_remote.cli.deletions.read_usage", read_meanwhile)
+    assert "got a name meanwhile" in cli.run("rm", long_run, "--step", "1-4", "--yes", code=2).err
+    assert live(long_run) == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("options", [["--older-than", "-30"], ["--older-than", "nan"], ["--step", "900-100"]])

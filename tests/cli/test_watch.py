@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,14 @@ HOSTILE = "$(touch owned)\x1b[2J`touch owned`;touch owned"
 SHOW = 'echo "$DCP_REMOTE_STEP $DCP_REMOTE_SAVE_ID $DCP_REMOTE_URL" >> {log}'
 
 
+def _watch_soon(*arguments: Any, poll_seconds: float, **options: Any) -> Iterator[Entry]:
+    return watch_run(*arguments, poll_seconds=poll_seconds and 0.02, **options)
+
+
 @pytest.fixture(autouse=True)
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look again after some milliseconds."""
-    monkeypatch.setattr(watch_module, "watch_run", partial(watch_run, poll_seconds=0.02))
+    monkeypatch.setattr(watch_module, "watch_run", _watch_soon)
 
 
 @pytest.fixture
@@ -105,10 +109,13 @@ def test_an_outage_is_said_once(
     assert last.endswith("the store answers again")
 
 
-def test_wrong_calls(cli: CommandLine, run: tuple[Path, list[Entry]]) -> None:
-    """Give a timeout of nothing, and a run that has lost its catalog: an error in place of an endless wait."""
+def test_wrong_calls(cli: CommandLine, run: tuple[Path, list[Entry]], caplog: pytest.LogCaptureFixture) -> None:
+    """Give a timeout of nothing, and a run that has lost its catalog: an error; a mistyped run: similar ones."""
     shown = cli.run("watch", run[0], "--timeout", 0, code=2)
     assert "--timeout must be a number above zero" in shown.err
+    assert "--interval must be a number above zero" in cli.run("watch", run[0], "--interval", 0, code=2).err
+    cli.run("watch", run[0].parent / "rnu", "--timeout", 0.05, code=1)
+    assert caplog.messages[-1].endswith("waiting for one. Similar runs beside it: run.")
     (run[0] / CATALOG_KEY).unlink()
     assert "dcp-remote recover" in cli.run("watch", run[0], code=1).err
 
