@@ -133,8 +133,8 @@ def wanted_blocks(manifest: Manifest, wants: Sequence[Want]) -> Wanted:
         ranges += wanted_bytes // RANGE_BYTES_MAX
         if ranges > RANGES_MAX:
             raise InvalidArgumentError(
-                "The load is more than one process can read. Choose what to load by `keys`, or load into the shards of "
-                "several ranks.",
+                "The load is more than one process can read. Choose what to load by `include`, or load into the shards "
+                "of several ranks.",
                 limit_bytes=RANGES_MAX * RANGE_BYTES_MAX,
             )
     partial = frozenset(piece for piece, mask in blocks.items() if mask is not None and not bool(mask.all()))

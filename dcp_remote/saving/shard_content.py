@@ -110,8 +110,8 @@ def _check_unchanged(sent: Sequence[tuple[str, memoryview, bytes]]) -> None:
     for name, view, expected in sent:
         if piece_digest(block_digests(view, size_bytes=block_bytes(len(view)))) != expected:
             raise SaveFailedError(
-                "A tensor was changed while it was being saved. Nothing may write to the state until dcp.save returns; "
-                "dcp.async_save makes a copy first.",
+                "A tensor was changed while it was being saved. Nothing may write to the state until the save returns; "
+                "a save in the background copies it first.",
                 tensor=name,
             )
 

@@ -111,7 +111,7 @@ class Uploads(Generic[T]):
         self._latencies = get_latency_tracker(store.url) if pace is None else pace
         self._deadline = deadline
         self._retries: dict[str, int] = {}
-        self._last_errors: dict[str, Exception] = {}  # by key, the error of the last attempt
+        self._last_errors: dict[str, Exception] = {}  # by key, of uploads that are not over
         self._cancellation = Cancellation()
         self._sender = RetryingStore(
             store,
@@ -271,6 +271,10 @@ class Uploads(Generic[T]):
                 if failure is not None:
                     self._failure = self._failure or (key, failure)
                 self._end_job(job)
+            if job.over:
+                # The frames of an error hold the buffers of its attempt.
+                self._last_errors.pop(job.key, None)
+                self._last_errors.pop(job.second_key, None)
         if lost and (job.stored_key != key or self._given_up):
             # Also after a failure: the store may have carried the put out, or may yet do so.
             self._delete([key])

@@ -198,7 +198,8 @@ class WriteItems:
             )
         if tensor.dtype != planned.properties.dtype or tensor.shape != planned.chunk.sizes:
             raise SaveFailedError(
-                "A tensor is not what was planned; with plan caching, the state must keep its dtypes and shapes.",
+                "A tensor is not what was planned. Keep its dtype and shape until the save returns; if the planner "
+                "caches plans, in all saves.",
                 tensor=name,
                 dtype=dtype_name(tensor.dtype),
                 planned_dtype=dtype_name(planned.properties.dtype),
