@@ -31,7 +31,6 @@ class LoadOptions:
     dtype: Literal["error", "convert"] = "error"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         _require_choice("missing", self.missing, "keep")
         _require_choice("unexpected", self.unexpected, "ignore")
         hint = " The argument converts to the dtypes of the state; `load` takes a torch.dtype."

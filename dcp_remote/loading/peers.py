@@ -271,7 +271,6 @@ class OtherHosts:
     """Record of the use of other hosts to this process. Hosts of no use are left alone for ten minutes. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with hosts that are of use."""
         self._clock = clock
         self._alone_until_seconds = -math.inf
 
@@ -455,7 +454,6 @@ class PeerExchange:
         self._awaited_bytes = 0
 
     def __enter__(self) -> Self:
-        """Return the exchange."""
         return self
 
     def __exit__(self, *_error: object) -> None:

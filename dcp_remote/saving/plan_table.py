@@ -139,10 +139,7 @@ def arrange(
     `to_lowest_rank` that holder writes all replicas, and nothing is cut. `compared` has the names of tensors whose
     values were compared; those of all others are, but of none if it is None.
 
-    Raises:
-        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it, or no rank has a
-            chunk of it. Or ranks save different things under one name: tensors of different shapes or dtypes, or a
-            tensor and an object; the error lists these names.
+    Refuses chunks that do not make up their tensor, and names under which ranks save different things.
     """
     items = _Items.of(tables)
     require_held(items.flatten, items.names)
@@ -183,11 +180,7 @@ def arrange(
 
 
 def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
-    """Refuse a state with a tensor of which no rank holds any part. For plans of torch's own planner, which has all.
-
-    Raises:
-        InvalidArgumentError: A name that was flattened by any rank is not in `entries`, and is no empty dict.
-    """
+    """Refuse a state with a tensor of which no rank holds any part. For plans of torch's own planner, which has all."""
     unheld = (flatten or {}).keys() - entries
     unheld -= empty_dicts(flatten, entries).keys() if unheld else frozenset()
     if unheld:

@@ -64,11 +64,6 @@ def write_shards(
     `origin` is the prefix of the shards' names; `shared` has the items that are parts of replicas. `base` must be of
     the run that is saved into, and the commit must require that a live checkpoint still names every shard of
     `RankReport.reused_keys`.
-
-    Raises:
-        SaveFailedError: An upload failed, or the state is not what was planned.
-        SaveTimeoutError: The deadline passed.
-        UnsafeObjectError: An object needs code to load.
     """
     inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
     items = WriteItems(plan, planner, allow_pickle, stored, shared)
@@ -119,9 +114,6 @@ def require_no_imitations(plan: SavePlan, planner: SavePlanner) -> None:
     """Refuse objects that a load would take for entries of `Opaque` or `Files`; for states of `dcp.save`.
 
     Checks what this rank writes, and nothing of planners that do not resolve items to the state's own values.
-
-    Raises:
-        InvalidArgumentError: Names all such objects.
     """
     if not _resolves_to_state(planner):
         return

@@ -133,7 +133,6 @@ class Uploads(Generic[T]):
         self._given_up = False
 
     def __enter__(self) -> Self:
-        """Return self."""
         return self
 
     def __exit__(
@@ -153,10 +152,6 @@ class Uploads(Generic[T]):
         """Wait until the budget has room; a claim larger than the budget waits for all of it.
 
         A claim of 0 bytes does not wait: it only raises if the save has failed or its deadline has passed.
-
-        Raises:
-            SaveFailedError: An upload failed.
-            SaveTimeoutError: The deadline passed.
         """
         size_bytes = min(size_bytes, self._budget_bytes)
         with self._changed:
@@ -178,12 +173,7 @@ class Uploads(Generic[T]):
         submit_or_run(self._pool, partial(self._run, job))
 
     def finish(self) -> list[T]:
-        """Wait for all uploads, and return their reports in the order of submission.
-
-        Raises:
-            SaveFailedError: An upload failed; names the shard, the attempts and the cause.
-            SaveTimeoutError: The deadline passed.
-        """
+        """Wait for all uploads, and return their reports in the order of submission."""
         with self._changed:
             while self._unfinished:
                 self._wait()

@@ -21,12 +21,7 @@ import pytest
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.hedging import LATE_SECONDS_MIN, SAMPLES_MIN, LatencyTracker
-from dcp_remote.errors import (
-    PermissionDeniedError,
-    SaveFailedError,
-    SaveTimeoutError,
-    TransientStorageError,
-)
+from dcp_remote.errors import PermissionDeniedError, SaveFailedError, SaveTimeoutError, TransientStorageError
 from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Prepared, Uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import FaultyStore, matching
