@@ -42,9 +42,9 @@ _REUSED_BYTES_MIN = 1 * MiB
 class Fetch(Generic[T]):
     """Range to be read."""
 
-    key: str  # of the object
+    key: str  # key of the object
     start: int  # first byte in the object
-    length: int  # in bytes; at least 1
+    length: int  # bytes; at least 1
     into: memoryview | None  # buffer to read into; None for one that `download` provides
     digest: Callable[[memoryview], bytes]  # called in the worker thread
     subject: T  # any value of the caller's, to recognize the range by

@@ -97,8 +97,8 @@ class Address:
     rank: int
     host: str  # IP address
     port: int  # TCP port; 0 if only ranks of the same host are served
-    name: bytes  # of a Unix socket, for ranks of the same host; empty if there is none
-    secret: bytes  # which each request must contain
+    name: bytes  # name of a Unix socket, for ranks of the same host; empty if there is none
+    secret: bytes  # bytes that each request must contain
 
 
 class PeerServer:
@@ -305,8 +305,8 @@ class PeerStore(WrappedStore):
         """Store the settings; no connection is made."""
         super().__init__(store)
         self._units = units  # by key and first byte, each with its number and the address of its owner
-        self._host = host  # of this rank: ranks of the same host are recognized by it
-        self._is_over = is_over  # whether the load was cancelled; called ten times a second while a thread waits
+        self._host = host  # host of this rank, by which ranks of the same host are recognized
+        self._is_over = is_over  # True once the load was cancelled; called ten times a second while a thread waits
         self._hosts = hosts  # as earlier loads found them; told what this load finds
         self._rates = ReadRates()
         self._lock = threading.Lock()
@@ -403,7 +403,7 @@ class PeerStore(WrappedStore):
 class Announcement:
     """Message of a rank to the others before a load."""
 
-    address: Address | None  # at which the rank serves what it has read; None if it takes no part
+    address: Address | None  # address at which the rank serves what it has read; None if it takes no part
     wanted: bytes  # blocks that the rank wants, as `encode_wanted` returns them
 
 

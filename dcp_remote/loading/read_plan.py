@@ -31,7 +31,7 @@ GAP_BYTES = 16 * KiB
 # forged sizes in a manifest lead beyond.
 RANGES_MAX = 2**21
 
-# One entry per block of a piece: whether the block is selected.
+# Selected blocks of a piece: True for each that is selected.
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -74,9 +74,9 @@ class RangePlan:
 class Wanted:
     """Blocks that the wants of a rank touch."""
 
-    blocks: dict[int, Mask | None]  # by piece; None for all blocks
+    blocks: dict[int, Mask | None]  # wanted blocks by piece; None for all blocks
     users: dict[int, list[int]]  # numbers of the wants that a piece belongs to, by piece
-    sizes: tuple[int, ...]  # of each want, in bytes
+    sizes: tuple[int, ...]  # bytes of each want
     partial: frozenset[int]  # pieces of which not every block is wanted
     tables: tuple[int, ...]  # shards that hold partial pieces, whose block tables are needed; ascending
 

@@ -48,14 +48,14 @@ class StateCheck:
     uncovered: bytes = b""  # compressed bitmap of the entries of the checkpoint that the state has no value for
     own_left: tuple[str, ...] = ()  # keys of the saved values of this very rank that its state has no `PerRank` for
     unmatched: tuple[str, ...] = ()  # patterns that match nothing
-    kept: tuple[str, ...] = ()  # top-level keys below which values stay as they are and none is loaded
-    loaded: tuple[str, ...] = ()  # top-level keys below which values are loaded
-    loads: bool = True  # whether a value is loaded at all
+    kept_keys: tuple[str, ...] = ()  # top-level keys below which values stay as they are and none is loaded
+    loaded_keys: tuple[str, ...] = ()  # top-level keys below which values are loaded
+    has_loaded: bool = True  # True if any value is loaded, or the state has none
 
     @property
     def is_plain(self) -> bool:
         """True if state and checkpoint have the same names, and all values fit."""
-        return self == StateCheck(loaded=self.loaded)
+        return self == StateCheck(loaded_keys=self.loaded_keys)
 
     @property
     def has_misfits(self) -> bool:
@@ -82,7 +82,7 @@ class Comparison:
     kept: tuple[str, ...]  # names of values of the state that are not loaded
     excluded: tuple[str, ...]  # names of entries of the checkpoint that the options leave out
 
-    def loads(self, name: str) -> bool:
+    def is_loaded(self, name: str) -> bool:
         """Return whether the value of this name in the state is loaded."""
         return name in self.sources
 
@@ -90,7 +90,7 @@ class Comparison:
     def skipped_keys(self) -> list[str]:
         """Top-level keys of which the options leave all values out, although the checkpoint has some."""
         saved = {name.partition(".")[0] for name in self.excluded}
-        return [key for key in self.check.kept if key in saved]
+        return [key for key in self.check.kept_keys if key in saved]
 
     def left_out(self, unexpected: bytes) -> list[str]:
         """Return the names of entries that are not loaded: those of `excluded`, and those that the state lacks.
@@ -158,9 +158,9 @@ def compare_state(
         uncovered=compress_bits(left),
         own_left=tuple(own_left),
         unmatched=tuple(unmatched),
-        kept=tuple(sorted(kept - loaded - {PER_RANK_KEY})),
-        loaded=tuple(sorted(loaded - {PER_RANK_KEY})),
-        loads=bool(sources) or not state,
+        kept_keys=tuple(sorted(kept - loaded - {PER_RANK_KEY})),
+        loaded_keys=tuple(sorted(loaded - {PER_RANK_KEY})),
+        has_loaded=bool(sources) or not state,
     )
     return Comparison(
         check,

@@ -38,10 +38,10 @@ _NAMES_OF_KEY_MAX = 3
 class Verdict:
     """Decision on the checks of all ranks."""
 
-    error: DcpRemoteError | None = None  # which every rank raises
+    error: DcpRemoteError | None = None  # error that every rank raises
     untouched: frozenset[str] = frozenset()  # top-level keys of the state below which no rank loads a value
     left_out: bytes = b""  # compressed bitmap of the entries of the checkpoint that no rank has a value for
-    warning: str = ""  # on the values that `missing` keeps and `unexpected` leaves out
+    warning: str = ""  # text on the values that `missing` keeps and `unexpected` leaves out
 
 
 def judge(
@@ -70,8 +70,8 @@ def judge(
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         details |= findings.counts() | _named(ranks, len(checks))
         return Verdict(error=StateMismatchError(findings.describe(), **details).advise(**findings.advice()))
-    untouched = {key for check in distinct for key in check.kept}
-    untouched -= {key for check in distinct for key in check.loaded}
+    untouched = {key for check in distinct for key in check.kept_keys}
+    untouched -= {key for check in distinct for key in check.loaded_keys}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
 
 
@@ -109,9 +109,9 @@ class _Findings:
         self._unexpected = [*shared, *(f"{PER_RANK_KEY}.*.{key}" for key in keys)]
         self.left_out = compress_bits(bits)
         self._saved_tops = set(map(_top, own.entries))
-        self._state_tops = {key for check in checks for key in (*check.loaded, *check.kept)}
+        self._state_tops = {key for check in checks for key in (*check.loaded_keys, *check.kept_keys)}
         self._is_state_empty = not (own.sources or own.kept or self._state_tops or missing)
-        self._is_nothing_loaded = not any(check.loads for check in checks)
+        self._is_nothing_loaded = not any(check.has_loaded for check in checks)
         self._renames = find_key_renames(
             [name for name in self._missing if _top(name) not in self._saved_tops],
             [name for name in shared if _top(name) not in self._state_tops],

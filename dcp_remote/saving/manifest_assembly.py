@@ -24,7 +24,7 @@ from dcp_remote.saving.rank_report import RankReport
 class Planned:
     """Contents of a checkpoint as planned; as torch's `Metadata`, they would take ten times the memory."""
 
-    tensors: Tensors  # without pieces; kinds without encodings, which only the ranks know that write the tensors
+    tensors: Tensors  # columns without pieces; kinds without encodings, which only the ranks that write them know
     positions: Mapping[str, int]  # position of each object among all entries of the state dict, by name
     flatten: Mapping[str, tuple[str | int, ...]] | None  # path of each flattened name; None if nothing was flattened
 
@@ -118,7 +118,7 @@ def _tensor_numbers(index: Mapping[str, int], report: RankReport) -> list[int]:
     unplanned = next((name for name in report.names if name not in index), None)
     if unplanned is not None:
         raise SaveFailedError(
-            "A rank wrote a tensor that nobody planned; nothing was committed.", tensor=unplanned, rank=report.rank
+            "A rank wrote a tensor that is in no plan; nothing was committed.", tensor=unplanned, rank=report.rank
         )
     return [index[name] for name in report.names]
 
@@ -178,7 +178,7 @@ def _locate(planned: Tensors, reports: Sequence[RankReport], reported: Sequence[
             position = by_offsets[number].get(tuple(report.chunk_offsets[first[chunk] : first[chunk + 1]].tolist()))
             if position is None:
                 raise SaveFailedError(
-                    "A rank wrote a chunk that nobody planned; nothing was committed.",
+                    "A rank wrote a chunk that is in no plan; nothing was committed.",
                     tensor=planned.names[number],
                     rank=report.rank,
                 )

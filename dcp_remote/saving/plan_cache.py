@@ -31,7 +31,7 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import concat_integers, get_flatten_mapping, to_kind
-from dcp_remote.saving.device_copy import Run, host_views
+from dcp_remote.saving.device_copy import ElementRange, host_views
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_table import BUFFER, REPLICA, VALUE, Chunk, PlanTable, Share, pack_names, shrink_integers
 from dcp_remote.saving.rank_differences import Described
@@ -222,7 +222,7 @@ def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_orde
     digests = [repr(order).encode()]
     for start in range(0, tensor.numel(), block):
         check()
-        digests.append(digest(host_views([Run(ordered, start, min(start + block, tensor.numel()))])[0]))
+        digests.append(digest(host_views([ElementRange(ordered, start, min(start + block, tensor.numel()))])[0]))
     return digest(b"".join(digests))
 
 

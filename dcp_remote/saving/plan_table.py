@@ -56,14 +56,14 @@ class PlanTable:
     packed_names: bytes  # name of each item, and the flatten mapping (see `pack_names`)
     is_object: Bools  # True for each object; other items are chunks of tensors
     is_large: Bools  # True for each item that is larger than a shard and may be written in parts
-    role: NDArray[np.uint8]
+    role: NDArray[np.uint8]  # role of each item
     kind: Integers  # index into `kinds` of each item; 0 for objects
-    dimensions: Integers  # of each item; 0 for objects
-    shapes: Integers  # of the chunks' tensors, one after another
-    offsets: Integers  # of the chunks, one after another
-    sizes: Integers  # of the chunks, one after another
+    dimensions: Integers  # number of dimensions of each item; 0 for objects
+    shapes: Integers  # shapes of the chunks' tensors, one after another
+    offsets: Integers  # offsets of the chunks, one after another
+    sizes: Integers  # sizes of the chunks, one after another
     kinds: tuple[tuple[TensorKind, int], ...]  # distinct kinds, each with its bytes per element
-    value_digests: NDArray[np.uint32]  # of each value; 0 for one that is not compared. Empty if none is
+    value_digests: NDArray[np.uint32]  # digest of each value; 0 for one that is not compared. Empty if none is
 
 
 class Part(NamedTuple):
@@ -79,7 +79,7 @@ class Share:
 
     items: Integers  # indices of the items in the rank's table, ascending
     hints: Integers  # position of each item among the chunks of its tensor; 0 for objects
-    parts: tuple[Part, ...]  # for those of the items that are written in part
+    parts: tuple[Part, ...]  # boxes of those items that are written in part
     is_cut: bool  # True if any rank writes a part: all ranks must then compare the values that they hold
     has_sets: bool  # True if values of sets of tensors are compared on any rank
     # Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared. Empty if there
@@ -100,7 +100,7 @@ class ReplicaSet:
 class Arrangement:
     """Decision on the tables of all ranks."""
 
-    shares: list[Share]  # of each rank
+    shares: list[Share]  # share of each rank
     planned: Planned
     shared: frozenset[Chunk]  # replicas of which several ranks write parts
     differing: tuple[ObjectDifference, ...]  # objects and numbers of which ranks hold different values
@@ -211,7 +211,7 @@ class _Items:
     shapes: I64
     offsets: I64
     sizes: I64
-    value_digests: I64  # of each item; 0 for those that are no values
+    value_digests: I64  # digest of each item; 0 for those that are no values
 
     @staticmethod
     def of(tables: Sequence[PlanTable]) -> _Items:
