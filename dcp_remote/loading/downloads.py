@@ -109,6 +109,11 @@ def download(
     cancellation = Cancellation()
     lease = BufferLease()
     buffers = _Buffers(memory_budget_bytes)
+    pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
+    running: dict[Future[Fetched[T]], Fetch[T]] = {}
+    failures: dict[tuple[str, int], StorageError] = {}  # by key and first byte, of ranges that have not arrived
+    held_bytes = read_bytes = 0
+    arrived_seconds = time.monotonic()
 
     def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
         data = fetch.into if fetch.into is not None else buffers.take(fetch.length)
@@ -144,11 +149,6 @@ def download(
 
     upcoming = iter(fetches)
     next_fetch: Fetch[T] | None = next(upcoming, None)
-    running: dict[Future[Fetched[T]], Fetch[T]] = {}
-    held_bytes = read_bytes = 0
-    failures: dict[tuple[str, int], StorageError] = {}  # by key and first byte, of ranges that have not arrived
-    arrived_seconds = time.monotonic()
-    pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
     try:
         while next_fetch is not None or running:
             while (

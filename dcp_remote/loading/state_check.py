@@ -120,33 +120,16 @@ def compare_state(
     origins = {new: name for name, new in renamed.items()}
     chosen_names, unmatched = options.choose(dict.fromkeys([*state, *origins]))
     chosen = set(chosen_names)
-    sources: dict[str, str] = {}
-    missing: list[str] = []
-    misfits: list[Misfit] = []
-    for name, value in state.items():
-        if name not in chosen:
-            continue
-        if name not in origins:
-            missing.append(name)
-            continue
-        sources[name] = origins[name]
-        misfits += _misfits(name, entries[origins[name]], value, converts=options.dtype == "convert")
+    wanted = [name for name in state if name in chosen]
+    sources = {name: origins[name] for name in wanted if name in origins}
+    missing = [name for name in wanted if name not in origins]
+    misfits = [
+        misfit
+        for name, source in sources.items()
+        for misfit in _misfits(name, entries[source], state[name], converts=options.dtype == "convert")
+    ]
     tied = _find_tied(missing, state, sources)
-    left = np.zeros(len(entries), dtype=np.bool_)
-    own_left: list[str] = []
-    excluded: list[str] = []
-    for number, name in enumerate(entries):
-        new = renamed.get(name)
-        if new is None or new not in chosen:
-            excluded.append(name if new is None else new)
-            continue
-        if new in state:
-            continue
-        owner = None if rank is None else _owner(new)
-        if owner is None:
-            left[number] = True
-        elif owner == (str(rank), owner[1]):
-            own_left.append(owner[1])
+    left, own_left, excluded = _find_left(state, entries, renamed, chosen, rank)
     kept_names = tuple(name for name in state if name not in sources and name not in tied)
     kept = {str(paths[name][0]) for name in kept_names if len(paths[name]) > 1}
     loaded = {str(paths[name][0]) for name in sources if len(paths[name]) > 1}
@@ -169,6 +152,35 @@ def compare_state(
         kept=kept_names,
         excluded=tuple(excluded),
     )
+
+
+def _find_left(
+    state: Collection[str],
+    entries: Collection[str],
+    renamed: Mapping[str, str],
+    chosen: Collection[str],
+    rank: int | None,
+) -> tuple[npt.NDArray[np.bool_], list[str], list[str]]:
+    """Return which entries the state lacks, the keys of this rank's own ones among them, and those not chosen.
+
+    Values of other ranks are in none of these.
+    """
+    left = np.zeros(len(entries), dtype=np.bool_)
+    own_left: list[str] = []
+    excluded: list[str] = []
+    for number, name in enumerate(entries):
+        new = renamed.get(name)
+        if new is None or new not in chosen:
+            excluded.append(name if new is None else new)
+            continue
+        if new in state:
+            continue
+        owner = None if rank is None else _owner(new)
+        if owner is None:
+            left[number] = True
+        elif owner == (str(rank), owner[1]):
+            own_left.append(owner[1])
+    return left, own_left, excluded
 
 
 def _find_tied(missing: Sequence[str], state: Mapping[str, Any], sources: Collection[str]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -190,7 +190,6 @@ class _Findings:
     def advice(self) -> dict[str, str]:
         """Return the options that allow the findings, as the advice of an error."""
         options = {}
-        exclude = 'exclude="pattern" leaves values as they are, whether saved or not'
         grown = {place: below for place, below in self._places.items() if not _is_optimizers(place, below)}
         if set(self._places).difference(grown, *([place, f"{place}.state"] for place in self._optimizers)):
             options["state"] = (
@@ -211,19 +210,24 @@ class _Findings:
             )
         if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
             options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
-        if self._optimizers:
-            patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
-            exclude += f"; exclude=[{patterns}] begins the optimizer anew"
+        return options | {"exclude": self._exclude_advice(grown)}
+
+    def _exclude_advice(self, grown: Mapping[str, Collection[str]]) -> str:
+        """Return the advice on `exclude`; `grown` has the values below each place of the state that has grown."""
         found = {*self._lost, *self._new, *self._misfits, *self._thinned, *self._empty}
         if grown and not found.difference(grown, *grown.values()) and not self._is_nothing_loaded:
             first = next(iter(grown))
             place = _shown(first)
             pattern = f'"{place}.*"' if first in self._empty_places else f'["{place}", "{place}.*"]'
-            exclude = (
+            return (
                 f'exclude={pattern} restores the rest, dcp_remote.load(…, keys="{place}.*") returns these values, and '
                 "a dict, list or object that grows comes back whole if Opaque(...) is around it when it is saved"
             )
-        return options | {"exclude": exclude}
+        advice = 'exclude="pattern" leaves values as they are, whether saved or not'
+        if self._optimizers:
+            patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
+            advice += f"; exclude=[{patterns}] begins the optimizer anew"
+        return advice
 
     def _rename_hints(self) -> list[str]:
         pairs = {

@@ -150,16 +150,14 @@ def arrange(
     roles = _roles_of_groups(items, leaders)
     # Before writers are chosen, which changes the offsets of parts.
     sets, set_of_item = _group_by_holders(items, groups, roles, compared)
+    unlike = frozenset(unlike)
+    of_lowest_rank = {
+        number
+        for number, holders in enumerate(groups)
+        if to_lowest_rank or roles[holders[0]] != REPLICA or (unlike and items.chunk(int(holders[0])) in unlike)
+    }
     writes, boxes, shared = _choose_writers(
-        items,
-        groups,
-        is_alone,
-        size_bytes,
-        roles != REPLICA,
-        ranks=len(tables),
-        shard_bytes_max=shard_bytes_max,
-        unlike=frozenset(unlike),
-        to_lowest_rank=to_lowest_rank,
+        items, groups, size_bytes, is_alone, of_lowest_rank, shard_bytes_max=shard_bytes_max
     )
     planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
     shares = []
@@ -259,6 +257,11 @@ class _Items:
             value_digests=value_digests,
         )
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.rank_first) - 1
+
     def by_dimensions(self) -> Iterator[tuple[int, I64]]:
         """Yield each number of dimensions, with the indices of the items that have as many."""
         for count in sorted_unique(self.dimensions).tolist():
@@ -346,27 +349,31 @@ def _group_by_holders(
 def _choose_writers(
     items: _Items,
     groups: Sequence[I64],
-    is_alone: Bools,
     size_bytes: I64,
-    is_unequal: Bools,
+    is_alone: Bools,
+    of_lowest_rank: Collection[int],
     *,
-    ranks: int,
     shard_bytes_max: int,
-    unlike: frozenset[Chunk],
-    to_lowest_rank: bool,
 ) -> tuple[Bools, dict[int, Box], frozenset[Chunk]]:
-    """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas."""
+    """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas.
+
+    `of_lowest_rank` has the numbers of the groups that the holder with the lowest rank writes whole.
+    """
     writes = is_alone.copy()
-    load = np.zeros(ranks, dtype=np.int64)
+    load = np.zeros(items.ranks, dtype=np.int64)
     np.add.at(load, items.rank[writes], size_bytes[writes])
-    to_cut = _choose_cut(items, groups, size_bytes, ranks=ranks, unlike=unlike)
+    to_cut = _choose_cut(items, groups, size_bytes, of_lowest_rank)
     boxes: dict[int, Box] = {}
     shared: set[Chunk] = set()
+
+    def assign(number: int, assigned_bytes: int) -> None:
+        writes[number] = True
+        load[items.rank[number]] += assigned_bytes
+
     for group, holders in enumerate(groups):
         first = int(holders[0])
-        if to_lowest_rank or is_unequal[first] or (unlike and items.chunk(first) in unlike):
-            writes[first] = True
-            load[items.rank[first]] += size_bytes[first]
+        if group in of_lowest_rank:
+            assign(first, size_bytes[first])
             continue
         by_load = holders[np.argsort(load[items.rank[holders]], kind="stable")]
         parts: list[Box] = []
@@ -374,16 +381,13 @@ def _choose_writers(
             count = min(len(holders), int(size_bytes[first] / (_PART_SHARE_MIN * shard_bytes_max)))
             parts = _cut_box(Box(items.box(items.offsets, first), items.box(items.sizes, first)), count)
         if len(parts) < 2:  # noqa: PLR2004  # a single part is the whole
-            chosen = int(by_load[0])
-            writes[chosen] = True
-            load[items.rank[chosen]] += size_bytes[chosen]
+            assign(int(by_load[0]), size_bytes[by_load[0]])
             continue
         shared.add(items.chunk(first))
         item_bytes = items.kinds[int(items.kind[first])][1]
         for number, part in zip(np.sort(by_load[: len(parts)]).tolist(), parts, strict=True):
-            writes[number] = True
+            assign(number, part.elements * item_bytes)
             boxes[number] = part
-            load[items.rank[number]] += part.elements * item_bytes
     for number, part in boxes.items():
         values = slice(int(items.box_first[number]), int(items.box_first[number + 1]))
         items.offsets[values], items.sizes[values] = part.offsets, part.sizes
@@ -391,7 +395,7 @@ def _choose_writers(
 
 
 def _choose_cut(
-    items: _Items, groups: Sequence[I64], size_bytes: I64, *, ranks: int, unlike: frozenset[Chunk]
+    items: _Items, groups: Sequence[I64], size_bytes: I64, of_lowest_rank: Collection[int]
 ) -> Collection[int]:
     """Return the groups to cut: the largest ones, as many as minimize the time of digesting them and uploading all.
 
@@ -400,11 +404,12 @@ def _choose_cut(
     divisible = [
         number
         for number, holders in enumerate(groups)
-        if items.is_large[holders].all() and items.chunk(int(holders[0])) not in unlike and items.are_alike(holders)
+        if number not in of_lowest_rank and items.is_large[holders].all() and items.are_alike(holders)
     ]
     sizes = size_bytes[[int(groups[number][0]) for number in divisible]]
     holders = np.array([len(groups[number]) for number in divisible], dtype=np.int64)
-    digested = np.append(0, np.cumsum(sizes * holders / ranks))  # by a rank on average, for each number of cut groups
+    # Bytes that a rank digests on average, for each number of cut groups.
+    digested = np.append(0, np.cumsum(sizes * holders / items.ranks))
     costs = digested / _DIGESTED_PER_UPLOADED + np.append(sizes, 0)
     return set(divisible[: int(costs.argmin())])
 
