@@ -29,7 +29,7 @@ from dcp_remote.common.arrays import I64
 from dcp_remote.errors import UnsupportedFormatError
 from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.loading.load_options import LoadOptions
-from dcp_remote.serialization.tensors import parse_dtype
+from dcp_remote.serialization.tensors import MEMORY_FORMATS, parse_dtype
 
 # Version that torch's own writers give (CURRENT_DCP_VERSION in filesystem.py of torch 2.13).
 _DCP_METADATA_VERSION = "1.0.0"
@@ -37,11 +37,6 @@ _DCP_METADATA_VERSION = "1.0.0"
 # Layouts by name. `getattr(torch, name)` would import modules for some names.
 _LAYOUTS = {
     str(layout).removeprefix("torch."): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)
-}
-_MEMORY_FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "preserve": torch.preserve_format,
 }
 
 
@@ -89,7 +84,7 @@ def to_dcp_metadata(manifest: Manifest) -> Metadata:
 
 def _properties(kind: TensorKind) -> TensorProperties:
     layout = _LAYOUTS.get(kind.layout)
-    memory_format = _MEMORY_FORMATS.get(kind.memory_format)
+    memory_format = MEMORY_FORMATS.get(kind.memory_format)
     if layout is None or memory_format is None:
         # The manifest's digest matched, so this is no damage: a newer torch or dcp_remote wrote it.
         raise UnsupportedFormatError(
@@ -114,7 +109,6 @@ class ChunkCache:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._entry: tuple[ChunkList, list[ChunkStorageMetadata]] | None = None
 
     def get_objects(self, chunks: ChunkList) -> list[ChunkStorageMetadata]:
@@ -137,25 +131,20 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return len(self._offsets)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one chunk, or a list of several."""
         return self._cache.get_objects(self)[index]
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        """Iterate over all chunks."""
         return iter(self._cache.get_objects(self))
 
     def __eq__(self, other: object) -> bool:
-        """Compare with a list or another `ChunkList`: same chunks in the same order."""
         return list(self) == list(other) if isinstance(other, list | ChunkList) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # as a list has none
 
     def __repr__(self) -> str:
-        """Return the representation of the list."""
         return repr(list(self))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle as a list."""
         return list, (list(self),)
 
     def build_objects(self, numbers: Iterable[int]) -> list[ChunkStorageMetadata]:

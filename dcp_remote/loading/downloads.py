@@ -42,9 +42,9 @@ _REUSED_BYTES_MIN = 1 * MiB
 class Fetch(Generic[T]):
     """Range to be read."""
 
-    key: str  # of the object
+    key: str  # key of the object
     start: int  # first byte in the object
-    length: int  # in bytes; at least 1
+    length: int  # bytes; at least 1
     into: memoryview | None  # buffer to read into; None for one that `download` provides
     digest: Callable[[memoryview], bytes]  # called in the worker thread
     subject: T  # any value of the caller's, to recognize the range by
@@ -109,6 +109,11 @@ def download(
     cancellation = Cancellation()
     lease = BufferLease()
     buffers = _Buffers(memory_budget_bytes)
+    pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
+    running: dict[Future[Fetched[T]], Fetch[T]] = {}
+    failures: dict[tuple[str, int], StorageError] = {}  # by key and first byte, of ranges that have not arrived
+    held_bytes = read_bytes = 0
+    arrived_seconds = time.monotonic()
 
     def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
         data = fetch.into if fetch.into is not None else buffers.take(fetch.length)
@@ -118,23 +123,25 @@ def download(
         seconds = retry_seconds if deadline is None else min(retry_seconds, deadline.remaining_seconds())
         range_deadline = Deadline(seconds, cancellation.clock)
         with lease.used():
-            RetryingStore(store, range_deadline, on_retry=note_retry).get_into(fetch.key, fetch.start, data)
+            RetryingStore(store, range_deadline, on_retry=partial(note_retry, fetch)).get_into(
+                fetch.key, fetch.start, data
+            )
         return Fetched(fetch, data, fetch.digest(data))
 
-    def note_retry(_verb: str, key: str, error: StorageError) -> None:
-        failures[key] = error
+    def note_retry(fetch: Fetch[T], _verb: str, _key: str, error: StorageError) -> None:
+        failures[fetch.key, fetch.start] = error
 
     def late_error() -> StorageError:
         """Return the error of a load that is stopped; it names a range in flight, if possible one that has failed."""
-        keys = [fetch.key for fetch in running.values()]
-        key = next((key for key in keys if key in failures), keys[0])
+        places = [(fetch.key, fetch.start) for fetch in running.values()]
+        place = next((place for place in places if place in failures), places[0])
         return StorageError(
             "There is no time left for the load: its deadline has passed, or it was cancelled.",
             url=store.url,
-            key=key,
+            key=place[0],
             read=human_bytes(read_bytes) + (f" of {human_bytes(total_bytes)}" if total_bytes is not None else ""),
             seconds_since_last_range=round(time.monotonic() - arrived_seconds, 1),
-            cause=failures.get(key),
+            cause=failures.get(place),
         )
 
     def in_flight_max(fetch: Fetch[T]) -> int:
@@ -142,11 +149,6 @@ def download(
 
     upcoming = iter(fetches)
     next_fetch: Fetch[T] | None = next(upcoming, None)
-    running: dict[Future[Fetched[T]], Fetch[T]] = {}
-    held_bytes = read_bytes = 0
-    failures: dict[str, StorageError] = {}  # by key, the last error of a range that is being repeated
-    arrived_seconds = time.monotonic()
-    pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
     try:
         while next_fetch is not None or running:
             while (
@@ -165,6 +167,7 @@ def download(
                 del running[future]
                 fetched = future.result()
                 del future
+                failures.pop((fetched.fetch.key, fetched.fetch.start), None)  # its frames hold the buffer
                 read_bytes, arrived_seconds = read_bytes + fetched.fetch.length, time.monotonic()
                 yield fetched
                 held_bytes -= fetched.fetch.held_bytes

@@ -31,7 +31,6 @@ class LoadOptions:
     dtype: Literal["error", "convert"] = "error"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         _require_choice("missing", self.missing, "keep")
         _require_choice("unexpected", self.unexpected, "ignore")
         hint = " The argument converts to the dtypes of the state; `load` takes a torch.dtype."
@@ -48,7 +47,7 @@ class LoadOptions:
         return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
     @property
-    def shared(self) -> dict[str, object]:
+    def comparable(self) -> dict[str, object]:
         """Options that differ from their defaults and can be compared between ranks: all but functions."""
         values = {name: getattr(self, name) for name in self.given if not callable(getattr(self, name))}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}

@@ -22,7 +22,7 @@ from dcp_remote.serialization.tensors import has_memory, memory_of
 class _Extent:
     """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between."""
 
-    number: int  # of the template in the list
+    number: int  # position of the template in the list
     device: str
     start: int  # address of the first byte
     stop: int

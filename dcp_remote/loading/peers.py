@@ -72,6 +72,9 @@ _LEFT_ALONE_SECONDS = 600.0
 # Connections that a server has at a time; a client that is turned away reads from the store.
 _CONNECTIONS_MAX = 128
 
+# Errors of `accept` that concern one connection (accept(2)); others, such as EMFILE, last.
+_ERRORS_OF_ONE_CLIENT = frozenset({errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.EHOSTUNREACH})
+
 # File descriptors that a load needs at most: these connections, those to other ranks, and those of the store.
 _DESCRIPTORS_MIN = _CONNECTIONS_MAX + 64
 
@@ -94,8 +97,8 @@ class Address:
     rank: int
     host: str  # IP address
     port: int  # TCP port; 0 if only ranks of the same host are served
-    name: bytes  # of a Unix socket, for ranks of the same host; empty if there is none
-    secret: bytes  # which each request must contain
+    name: bytes  # name of a Unix socket, for ranks of the same host; empty if there is none
+    secret: bytes  # bytes that each request must contain
 
 
 class PeerServer:
@@ -187,7 +190,7 @@ class PeerServer:
             while not self._is_closed:
                 for listening in wait(self._listening, WAKE_SECONDS):
                     self._accept_one(cast("socket.socket", listening))
-        except (OSError, RuntimeError) as error:  # such as too many open files, or threads
+        except OSError as error:  # such as too many open files
             logger.debug("no more connections of other ranks are accepted: %s", error)
         finally:
             # Clients that wait to be accepted learn it at once, and read from the store.
@@ -195,13 +198,25 @@ class PeerServer:
                 listening.close()
 
     def _accept_one(self, listening: socket.socket) -> None:
-        connection, _ = listening.accept()
+        try:
+            connection, _ = listening.accept()
+        except OSError as error:
+            if error.errno not in _ERRORS_OF_ONE_CLIENT:
+                raise
+            logger.debug("a connection of another rank was not accepted: %s", error)
+            return
         with self._changed:
             if self._is_closed or len(self._connections) >= _CONNECTIONS_MAX:
                 connection.close()
                 return
             self._connections.add(connection)
-        self._workers.submit(partial(self._serve, connection))
+        try:
+            self._workers.submit(partial(self._serve, connection))
+        except RuntimeError as error:  # no thread can be started: the client reads from the store
+            logger.debug("a connection of another rank is not served: %s", error)
+            with suppress(OSError):  # the other side has closed it
+                connection.shutdown(socket.SHUT_RDWR)
+            self._drop(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -214,9 +229,12 @@ class PeerServer:
         except OSError as error:
             logger.debug("a connection of another rank ended: %s", error)
         finally:
-            with self._changed:
-                self._connections.discard(connection)
-            connection.close()
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections.discard(connection)
+        connection.close()
 
     def _answer(self, connection: socket.socket, number: int) -> None:
         """Wait until a unit is offered, and meanwhile tell the client that this rank is still reading; then send it."""
@@ -253,7 +271,6 @@ class OtherHosts:
     """Record of the use of other hosts to this process. Hosts of no use are left alone for ten minutes. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with hosts that are of use."""
         self._clock = clock
         self._alone_until_seconds = -math.inf
 
@@ -288,8 +305,8 @@ class PeerStore(WrappedStore):
         """Store the settings; no connection is made."""
         super().__init__(store)
         self._units = units  # by key and first byte, each with its number and the address of its owner
-        self._host = host  # of this rank: ranks of the same host are recognized by it
-        self._is_over = is_over  # whether the load was cancelled; called ten times a second while a thread waits
+        self._host = host  # host of this rank, by which ranks of the same host are recognized
+        self._is_over = is_over  # True once the load was cancelled; called ten times a second while a thread waits
         self._hosts = hosts  # as earlier loads found them; told what this load finds
         self._rates = ReadRates()
         self._lock = threading.Lock()
@@ -386,7 +403,7 @@ class PeerStore(WrappedStore):
 class Announcement:
     """Message of a rank to the others before a load."""
 
-    address: Address | None  # at which the rank serves what it has read; None if it takes no part
+    address: Address | None  # address at which the rank serves what it has read; None if it takes no part
     wanted: bytes  # blocks that the rank wants, as `encode_wanted` returns them
 
 
@@ -437,7 +454,6 @@ class PeerExchange:
         self._awaited_bytes = 0
 
     def __enter__(self) -> Self:
-        """Return the exchange."""
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -93,7 +93,9 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
-        """Flatten the state and compare it with the checkpoint; differences are raised when all ranks have met.
+        """Flatten the state and compare it with the checkpoint.
+
+        Differences are raised when all ranks have sent their checks.
 
         Raises:
             InvalidArgumentError: `rename` matches nothing, or gives two entries one name; or tensors are on the meta

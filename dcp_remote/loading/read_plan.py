@@ -31,7 +31,7 @@ GAP_BYTES = 16 * KiB
 # forged sizes in a manifest lead beyond.
 RANGES_MAX = 2**21
 
-# One entry per block of a piece: whether the block is selected.
+# Selected blocks of a piece: True for each that is selected.
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -74,9 +74,9 @@ class RangePlan:
 class Wanted:
     """Blocks that the wants of a rank touch."""
 
-    blocks: dict[int, Mask | None]  # by piece; None for all blocks
+    blocks: dict[int, Mask | None]  # wanted blocks by piece; None for all blocks
     users: dict[int, list[int]]  # numbers of the wants that a piece belongs to, by piece
-    sizes: tuple[int, ...]  # of each want, in bytes
+    sizes: tuple[int, ...]  # bytes of each want
     partial: frozenset[int]  # pieces of which not every block is wanted
     tables: tuple[int, ...]  # shards that hold partial pieces, whose block tables are needed; ascending
 
@@ -133,8 +133,8 @@ def wanted_blocks(manifest: Manifest, wants: Sequence[Want]) -> Wanted:
         ranges += wanted_bytes // RANGE_BYTES_MAX
         if ranges > RANGES_MAX:
             raise InvalidArgumentError(
-                "The load is more than one process can read. Choose what to load by `keys`, or load into the shards of "
-                "several ranks.",
+                "The load is more than one process can read. Choose what to load by `include`, or load into the shards "
+                "of several ranks.",
                 limit_bytes=RANGES_MAX * RANGE_BYTES_MAX,
             )
     partial = frozenset(piece for piece, mask in blocks.items() if mask is not None and not bool(mask.all()))

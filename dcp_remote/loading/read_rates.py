@@ -47,7 +47,6 @@ class ReadRates:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with no rate."""
         self._clock = clock
         self._lock = threading.Lock()
         self._store = _Meter()

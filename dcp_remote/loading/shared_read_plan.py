@@ -43,7 +43,7 @@ Bits: TypeAlias = npt.NDArray[np.uint64]
 class Unit:
     """Range that several ranks want."""
 
-    range: RangePlan  # without segments if it is a block table
+    range: RangePlan  # request; without segments if the range is a block table
     members: tuple[int, ...]  # numbers of the ranks that want the range, ascending; at least two
     owner: int  # number of the member that reads the range from the store
 

@@ -48,14 +48,14 @@ class StateCheck:
     uncovered: bytes = b""  # compressed bitmap of the entries of the checkpoint that the state has no value for
     own_left: tuple[str, ...] = ()  # keys of the saved values of this very rank that its state has no `PerRank` for
     unmatched: tuple[str, ...] = ()  # patterns that match nothing
-    kept: tuple[str, ...] = ()  # top-level keys below which values stay as they are and none is loaded
-    loaded: tuple[str, ...] = ()  # top-level keys below which values are loaded
-    loads: bool = True  # whether a value is loaded at all
+    kept_keys: tuple[str, ...] = ()  # top-level keys below which values stay as they are and none is loaded
+    loaded_keys: tuple[str, ...] = ()  # top-level keys below which values are loaded
+    has_loaded: bool = True  # True if any value is loaded, or the state has none
 
     @property
     def is_plain(self) -> bool:
         """True if state and checkpoint have the same names, and all values fit."""
-        return self == StateCheck(loaded=self.loaded)
+        return self == StateCheck(loaded_keys=self.loaded_keys)
 
     @property
     def has_misfits(self) -> bool:
@@ -82,7 +82,7 @@ class Comparison:
     kept: tuple[str, ...]  # names of values of the state that are not loaded
     excluded: tuple[str, ...]  # names of entries of the checkpoint that the options leave out
 
-    def loads(self, name: str) -> bool:
+    def is_loaded(self, name: str) -> bool:
         """Return whether the value of this name in the state is loaded."""
         return name in self.sources
 
@@ -90,7 +90,7 @@ class Comparison:
     def skipped_keys(self) -> list[str]:
         """Top-level keys of which the options leave all values out, although the checkpoint has some."""
         saved = {name.partition(".")[0] for name in self.excluded}
-        return [key for key in self.check.kept if key in saved]
+        return [key for key in self.check.kept_keys if key in saved]
 
     def left_out(self, unexpected: bytes) -> list[str]:
         """Return the names of entries that are not loaded: those of `excluded`, and those that the state lacks.
@@ -120,18 +120,51 @@ def compare_state(
     origins = {new: name for name, new in renamed.items()}
     chosen_names, unmatched = options.choose(dict.fromkeys([*state, *origins]))
     chosen = set(chosen_names)
-    sources: dict[str, str] = {}
-    missing: list[str] = []
-    misfits: list[Misfit] = []
-    for name, value in state.items():
-        if name not in chosen:
-            continue
-        if name not in origins:
-            missing.append(name)
-            continue
-        sources[name] = origins[name]
-        misfits += _misfits(name, entries[origins[name]], value, converts=options.dtype == "convert")
+    wanted = [name for name in state if name in chosen]
+    sources = {name: origins[name] for name in wanted if name in origins}
+    missing = [name for name in wanted if name not in origins]
+    misfits = [
+        misfit
+        for name, source in sources.items()
+        for misfit in _misfits(name, entries[source], state[name], converts=options.dtype == "convert")
+    ]
     tied = _find_tied(missing, state, sources)
+    left, own_left, excluded = _find_left(state, entries, renamed, chosen, rank)
+    kept_names = tuple(name for name in state if name not in sources and name not in tied)
+    kept = {str(paths[name][0]) for name in kept_names if len(paths[name]) > 1}
+    loaded = {str(paths[name][0]) for name in sources if len(paths[name]) > 1}
+    empty = [name for name in state if name in on_meta and name not in sources]
+    check = StateCheck(
+        missing=tuple(name for name in missing if name not in on_meta and name not in tied)[:LISTED_MAX],
+        empty=tuple(empty[:LISTED_MAX]),
+        misfits=tuple(misfits[:LISTED_MAX]),
+        uncovered=compress_bits(left),
+        own_left=tuple(own_left),
+        unmatched=tuple(unmatched),
+        kept_keys=tuple(sorted(kept - loaded - {PER_RANK_KEY})),
+        loaded_keys=tuple(sorted(loaded - {PER_RANK_KEY})),
+        has_loaded=bool(sources) or not state,
+    )
+    return Comparison(
+        check,
+        sources,
+        entries=tuple(renamed.get(name, name) for name in entries),
+        kept=kept_names,
+        excluded=tuple(excluded),
+    )
+
+
+def _find_left(
+    state: Collection[str],
+    entries: Collection[str],
+    renamed: Mapping[str, str],
+    chosen: Collection[str],
+    rank: int | None,
+) -> tuple[npt.NDArray[np.bool_], list[str], list[str]]:
+    """Return which entries the state lacks, the keys of this rank's own ones among them, and those not chosen.
+
+    Values of other ranks are in none of these.
+    """
     left = np.zeros(len(entries), dtype=np.bool_)
     own_left: list[str] = []
     excluded: list[str] = []
@@ -147,28 +180,7 @@ def compare_state(
             left[number] = True
         elif owner == (str(rank), owner[1]):
             own_left.append(owner[1])
-    kept_names = tuple(name for name in state if name not in sources and name not in tied)
-    kept = {str(paths[name][0]) for name in kept_names if len(paths[name]) > 1}
-    loaded = {str(paths[name][0]) for name in sources if len(paths[name]) > 1}
-    empty = [name for name in state if name in on_meta and name not in sources]
-    check = StateCheck(
-        missing=tuple(name for name in missing if name not in on_meta and name not in tied)[:LISTED_MAX],
-        empty=tuple(empty[:LISTED_MAX]),
-        misfits=tuple(misfits[:LISTED_MAX]),
-        uncovered=compress_bits(left),
-        own_left=tuple(own_left),
-        unmatched=tuple(unmatched),
-        kept=tuple(sorted(kept - loaded - {PER_RANK_KEY})),
-        loaded=tuple(sorted(loaded - {PER_RANK_KEY})),
-        loads=bool(sources) or not state,
-    )
-    return Comparison(
-        check,
-        sources,
-        entries=tuple(renamed.get(name, name) for name in entries),
-        kept=kept_names,
-        excluded=tuple(excluded),
-    )
+    return left, own_left, excluded
 
 
 def _find_tied(missing: Sequence[str], state: Mapping[str, Any], sources: Collection[str]) -> set[str]:

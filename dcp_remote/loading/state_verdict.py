@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,10 +38,10 @@ _NAMES_OF_KEY_MAX = 3
 class Verdict:
     """Decision on the checks of all ranks."""
 
-    error: DcpRemoteError | None = None  # which every rank raises
+    error: DcpRemoteError | None = None  # error that every rank raises
     untouched: frozenset[str] = frozenset()  # top-level keys of the state below which no rank loads a value
     left_out: bytes = b""  # compressed bitmap of the entries of the checkpoint that no rank has a value for
-    warning: str = ""  # on the values that `missing` keeps and `unexpected` leaves out
+    warning: str = ""  # text on the values that `missing` keeps and `unexpected` leaves out
 
 
 def judge(
@@ -70,8 +70,8 @@ def judge(
         ranks = [rank for rank, check in enumerate(checks) if check.has_own_findings]
         details |= findings.counts() | _named(ranks, len(checks))
         return Verdict(error=StateMismatchError(findings.describe(), **details).advise(**findings.advice()))
-    untouched = {key for check in distinct for key in check.kept}
-    untouched -= {key for check in distinct for key in check.loaded}
+    untouched = {key for check in distinct for key in check.kept_keys}
+    untouched -= {key for check in distinct for key in check.loaded_keys}
     return Verdict(untouched=frozenset(untouched), left_out=findings.left_out, warning=findings.warning())
 
 
@@ -109,9 +109,9 @@ class _Findings:
         self._unexpected = [*shared, *(f"{PER_RANK_KEY}.*.{key}" for key in keys)]
         self.left_out = compress_bits(bits)
         self._saved_tops = set(map(_top, own.entries))
-        self._state_tops = {key for check in checks for key in (*check.loaded, *check.kept)}
+        self._state_tops = {key for check in checks for key in (*check.loaded_keys, *check.kept_keys)}
         self._is_state_empty = not (own.sources or own.kept or self._state_tops or missing)
-        self._is_nothing_loaded = not any(check.loads for check in checks)
+        self._is_nothing_loaded = not any(check.has_loaded for check in checks)
         self._renames = find_key_renames(
             [name for name in self._missing if _top(name) not in self._saved_tops],
             [name for name in shared if _top(name) not in self._state_tops],
@@ -190,7 +190,6 @@ class _Findings:
     def advice(self) -> dict[str, str]:
         """Return the options that allow the findings, as the advice of an error."""
         options = {}
-        exclude = 'exclude="pattern" leaves values as they are, whether saved or not'
         grown = {place: below for place, below in self._places.items() if not _is_optimizers(place, below)}
         if set(self._places).difference(grown, *([place, f"{place}.state"] for place in self._optimizers)):
             options["state"] = (
@@ -211,19 +210,24 @@ class _Findings:
             )
         if any(misfit.kind == "dtype" and not misfit.state.endswith(NOT_CONVERTIBLE) for misfit in self._misfits):
             options["dtype"] = 'dtype="convert" converts to the dtypes of the state'
-        if self._optimizers:
-            patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
-            exclude += f"; exclude=[{patterns}] begins the optimizer anew"
+        return options | {"exclude": self._exclude_advice(grown)}
+
+    def _exclude_advice(self, grown: Mapping[str, Collection[str]]) -> str:
+        """Return the advice on `exclude`; `grown` has the values below each place of the state that has grown."""
         found = {*self._lost, *self._new, *self._misfits, *self._thinned, *self._empty}
         if grown and not found.difference(grown, *grown.values()) and not self._is_nothing_loaded:
             first = next(iter(grown))
             place = _shown(first)
             pattern = f'"{place}.*"' if first in self._empty_places else f'["{place}", "{place}.*"]'
-            exclude = (
+            return (
                 f'exclude={pattern} restores the rest, dcp_remote.load(…, keys="{place}.*") returns these values, and '
                 "a dict, list or object that grows comes back whole if Opaque(...) is around it when it is saved"
             )
-        return options | {"exclude": exclude}
+        advice = 'exclude="pattern" leaves values as they are, whether saved or not'
+        if self._optimizers:
+            patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
+            advice += f"; exclude=[{patterns}] begins the optimizer anew"
+        return advice
 
     def _rename_hints(self) -> list[str]:
         pairs = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
@@ -50,7 +51,6 @@ class TensorTarget:
         resolve: Callable[[], torch.Tensor],
         commit: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Derive the want and store the arguments."""
         self._name = manifest.tensors.names[tensor]
         self._sizes = manifest.tensors.sizes_of(chunk)
         self._box = box
@@ -88,15 +88,11 @@ class TensorTarget:
                 continue
             begin = (start - first) * item
             source = tensor_from(data[begin : begin + box.elements * item], self._dtype, box.sizes)
-            try:
+            with _explain_copy_errors(self._name, destination, source):
                 copy_into(
                     narrow(destination, common.relative_to(self._box.offsets)),
                     narrow(source, common.relative_to(box.offsets)),
                 )
-            except _DEVICE_ERRORS:
-                raise
-            except RuntimeError as error:
-                raise _copy_error(self._name, destination, source, error) from error
 
     def complete(self) -> None:
         """Commit the destination and drop the reference to it: a load may have a hundred thousand targets."""
@@ -209,13 +205,8 @@ def make_tensor_target(
     def copy(source: torch.Tensor) -> None:
         destination = resolve()
         require_writable(name, destination, layout=stored_layout(kind))
-        try:
-            with torch.no_grad():
-                destination.copy_(narrow(source, box))
-        except _DEVICE_ERRORS:
-            raise
-        except RuntimeError as error:
-            raise _copy_error(name, destination, source, error) from error
+        with _explain_copy_errors(name, destination, source), torch.no_grad():
+            destination.copy_(narrow(source, box))
         commit(destination)
 
     return make_stream_target(manifest, tensor=tensor, chunk=chunk, deliver=copy, allow_pickle=allow_pickle)
@@ -278,13 +269,18 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _copy_error(
-    name: str, destination: torch.Tensor, source: torch.Tensor, cause: RuntimeError
-) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        "torch cannot copy a tensor into its template. Give a template of the saved dtype and shape.",
-        tensor=name,
-        saved=f"{dtype_name(source.dtype)} {tuple(source.shape)}",
-        template=f"{dtype_name(destination.dtype)} {tuple(destination.shape)}",
-        cause=cause,
-    )
+@contextmanager
+def _explain_copy_errors(name: str, destination: torch.Tensor, source: torch.Tensor) -> Iterator[None]:
+    """Turn an error of torch's `copy_`, which names no tensor, into one that does."""
+    try:
+        yield
+    except _DEVICE_ERRORS:
+        raise
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            "torch cannot copy a tensor into its template. Give a template of the saved dtype and shape.",
+            tensor=name,
+            saved=f"{dtype_name(source.dtype)} {tuple(source.shape)}",
+            template=f"{dtype_name(destination.dtype)} {tuple(destination.shape)}",
+            cause=error,
+        ) from error

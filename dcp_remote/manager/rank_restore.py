@@ -76,7 +76,7 @@ class Request:
 
     def shared(self) -> dict[str, object]:
         """Return what all ranks must give alike: step and options, without functions, which cannot be compared."""
-        return {"step": self.step} | self.options.shared | ({"must_exist": True} if self.must_exist else {})
+        return {"step": self.step} | self.options.comparable | ({"must_exist": True} if self.must_exist else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class _PlannedRestore:
         """Put the loaded values into the state of the user."""
         self.keys.apply_loaded()
         compared = self.planner.comparison
-        fit_groups(state, self.template, compared.loads, self.renamed_parameters)
+        fit_groups(state, self.template, compared.is_loaded, self.renamed_parameters)
         own = self.template.get(PER_RANK_KEY, {}).get(str(rank), {})
-        for key in [key for key in own if not compared.loads(f"{PER_RANK_KEY}.{rank}.{key}")]:
+        for key in [key for key in own if not compared.is_loaded(f"{PER_RANK_KEY}.{rank}.{key}")]:
             del own[key]
         apply_loaded(state, self.template, rank, untouched=self.verdict.untouched)
 

@@ -6,33 +6,17 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_remote.common.arrays import I64
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import TensorKind, Tensors
 from dcp_remote.saving.manifest_assembly import Planned
-from dcp_remote.serialization.tensors import dtype_name
-
-_MEMORY_FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "preserve": torch.preserve_format,
-}
+from dcp_remote.serialization.tensors import MEMORY_FORMATS, dtype_name
 
 
 def to_columns(dcp_metadata: Metadata) -> Planned:
-    """Return torch's plan of a checkpoint as columns. torch may cache `dcp_metadata`: no reference to it is kept.
-
-    Raises:
-        InvalidArgumentError: The planner's data is not a flatten mapping, so it cannot be stored safely; or a tensor
-            has a memory format that the checkpoint format cannot hold.
-    """
+    """Return torch's plan of a checkpoint as columns. torch may cache `dcp_metadata`: no reference to it is kept."""
     tensors = {n: m for n, m in dcp_metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     objects = {n: p for p, n in enumerate(dcp_metadata.state_dict_metadata) if n not in tensors}
     metas = list(tensors.values())
@@ -54,18 +38,14 @@ def to_columns(dcp_metadata: Metadata) -> Planned:
 
 
 def to_kind(tensor: str, properties: TensorProperties) -> TensorKind:
-    """Convert the properties of a tensor to names.
-
-    Raises:
-        InvalidArgumentError: The tensor has a memory format that the checkpoint format cannot hold.
-    """
-    memory_format = next((name for name, value in _MEMORY_FORMATS.items() if value == properties.memory_format), None)
+    """Convert the properties of a tensor to names."""
+    memory_format = next((name for name, value in MEMORY_FORMATS.items() if value == properties.memory_format), None)
     if memory_format is None:
         raise InvalidArgumentError(
             "A tensor has a memory format that a checkpoint cannot hold. Save it in a known one.",
             tensor=tensor,
             memory_format=properties.memory_format,
-            known=", ".join(_MEMORY_FORMATS),
+            known=", ".join(MEMORY_FORMATS),
         )
     return TensorKind(
         dtype=dtype_name(properties.dtype),
@@ -82,11 +62,7 @@ def concat_integers(values: Iterable[Iterable[int]]) -> I64:
 
 
 def get_flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
-    """Return the mapping of flat names to paths in the nested state dict; None if nothing was flattened.
-
-    Raises:
-        InvalidArgumentError: The planner's data is not such a mapping, so it cannot be stored safely.
-    """
+    """Return the mapping of flat names to paths in the nested state dict; None if nothing was flattened."""
     if planner_data is None:
         return None
     if not isinstance(planner_data, Mapping) or not all(

@@ -66,8 +66,8 @@ class Reuse:
     """Decision which pieces of a baseline are reused; by default none, of an empty one."""
 
     entries: Sequence[ComparedEntry] = ()
-    shards: Shards = field(default_factory=lambda: Shards.concat([]))  # of the baseline
-    pieces: Pieces = field(default_factory=lambda: Pieces.concat([]))  # of the baseline
+    shards: Shards = field(default_factory=lambda: Shards.concat([]))  # shards of the baseline
+    pieces: Pieces = field(default_factory=lambda: Pieces.concat([]))  # pieces of the baseline
     # Bytes of each shard in pieces that have not changed, as in `Baseline`.
     live_bytes: I64 = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -76,10 +76,10 @@ class Reuse:
 class Baseline:
     """Earlier checkpoint of the run, as far as one rank may reuse its pieces."""
 
-    shards: Shards  # of the checkpoint, or those that this rank reported
-    pieces: Pieces  # in these shards
+    shards: Shards  # shards of the checkpoint, or those that this rank reported
+    pieces: Pieces  # pieces in these shards
     tensors: Tensors
-    objects: Mapping[str, StoredObject]  # by name
+    objects: Mapping[str, StoredObject]  # objects in shards, by name
     chunk_piece_first: I64  # index of the first piece of each chunk
     # Bytes of each shard in pieces that have not changed since, as far as this rank knows.
     live_bytes: I64

@@ -1,4 +1,4 @@
-"""Copy tensors from devices to pinned host memory: all runs of a shard from one device at once, on a separate stream.
+"""Copy tensors from devices to pinned host memory: all ranges of a shard from one device at once, on a separate stream.
 
 According to the CUDA C++ Programming Guide, "Asynchronous Concurrent Execution", a copy into pageable memory goes
 through a small pinned buffer of the driver and blocks its thread; a copy into pinned memory is done by the device.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _PINNED_BYTES_MIN = 1 * MiB
 
 
-class Run(NamedTuple):
+class ElementRange(NamedTuple):
     """Elements `start` to `stop` of a tensor, in row-major order."""
 
     tensor: torch.Tensor
@@ -72,7 +72,7 @@ class _Cuda:
                 done.synchronize()
 
 
-# By type of device. From other types (XPU, MPS), each run is copied separately, into pageable memory.
+# By type of device. From other types (XPU, MPS), each range is copied separately, into pageable memory.
 HOST_COPIERS: Mapping[str, _Cuda] = {"cuda": _Cuda()}
 
 
@@ -99,27 +99,29 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
             current_stream(device).synchronize()
 
 
-def host_views(runs: Sequence[Run]) -> list[memoryview]:
-    """Return the bytes of each run; call `wait_for_devices` for the runs' devices first.
+def host_views(ranges: Sequence[ElementRange]) -> list[memoryview]:
+    """Return the bytes of each range; call `wait_for_devices` for the ranges' devices first.
 
-    Contiguous tensors on the CPU are viewed, others are copied (see `element_bytes`). All runs from one device are
+    Contiguous tensors on the CPU are viewed, others are copied (see `element_bytes`). All ranges from one device are
     copied into one block of pinned memory, with one wait; the block is freed with the last of its views. If there is no
     pinned memory, the copies go to pageable memory. torch raises a RuntimeError if a device fails.
     """
     by_device: dict[torch.device, list[int]] = {}
-    for number, run in enumerate(runs):
-        if uses_pinned_memory(run.tensor):
-            by_device.setdefault(run.tensor.device, []).append(number)
+    for number, part in enumerate(ranges):
+        if uses_pinned_memory(part.tensor):
+            by_device.setdefault(part.tensor.device, []).append(number)
     views: dict[int, memoryview] = {}
     for numbers in by_device.values():
-        copies = _copy_together([runs[number] for number in numbers])
+        copies = _copy_together([ranges[number] for number in numbers])
         views.update(zip(numbers, copies, strict=True) if copies else ())
-    return [views[n] if n in views else element_bytes(run.tensor, run.start, run.stop) for n, run in enumerate(runs)]
+    return [
+        views[n] if n in views else element_bytes(part.tensor, part.start, part.stop) for n, part in enumerate(ranges)
+    ]
 
 
-def _copy_together(runs: Sequence[Run]) -> list[memoryview]:
-    """Copy runs of one device into pinned memory; return nothing if they are small or there is no pinned memory."""
-    device, size_bytes = runs[0].tensor.device, sum(run.size_bytes for run in runs)
+def _copy_together(ranges: Sequence[ElementRange]) -> list[memoryview]:
+    """Copy ranges of one device into pinned memory; return nothing if they are small or there is no pinned memory."""
+    device, size_bytes = ranges[0].tensor.device, sum(part.size_bytes for part in ranges)
     if size_bytes < _PINNED_BYTES_MIN:
         return []
     copier = HOST_COPIERS[device.type]
@@ -131,13 +133,13 @@ def _copy_together(runs: Sequence[Run]) -> list[memoryview]:
     views: dict[int, memoryview] = {}
     first = 0
     with copier.copying(device):
-        # With the largest elements first, all runs are aligned without gaps.
-        for number, run in sorted(enumerate(runs), key=lambda numbered: -numbered[1].tensor.element_size()):
-            into = memory[first : first + run.size_bytes]
-            copy_elements(run.tensor, run.start, run.stop, into=into, non_blocking=True)
+        # With the largest elements first, all ranges are aligned without gaps.
+        for number, part in sorted(enumerate(ranges), key=lambda numbered: -numbered[1].tensor.element_size()):
+            into = memory[first : first + part.size_bytes]
+            copy_elements(part.tensor, part.start, part.stop, into=into, non_blocking=True)
             views[number] = byte_view(into)
-            first += run.size_bytes
-    return [views[number] for number in range(len(runs))]
+            first += part.size_bytes
+    return [views[number] for number in range(len(ranges))]
 
 
 @cache

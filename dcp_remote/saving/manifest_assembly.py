@@ -24,7 +24,7 @@ from dcp_remote.saving.rank_report import RankReport
 class Planned:
     """Contents of a checkpoint as planned; as torch's `Metadata`, they would take ten times the memory."""
 
-    tensors: Tensors  # without pieces; kinds without encodings, which only the ranks know that write the tensors
+    tensors: Tensors  # columns without pieces; kinds without encodings, which only the ranks that write them know
     positions: Mapping[str, int]  # position of each object among all entries of the state dict, by name
     flatten: Mapping[str, tuple[str | int, ...]] | None  # path of each flattened name; None if nothing was flattened
 
@@ -48,17 +48,17 @@ def to_manifest(
     Every chunk of every tensor, and every object, must have been written by a rank with the planned dtype, which torch
     itself does not check. If several ranks wrote a chunk, the first one counts. Shards without a piece that counts are
     left out, and are orphans.
-
-    Raises:
-        SaveFailedError: A chunk or object is missing, or a dtype is not the planned one; names the tensor. Or two
-            reports describe one shard differently.
     """
-    tensors, written = _tensors(planned.tensors, reports)
-    shard_first = group_offsets(np.array([len(report.shards.keys) for report in reports], dtype=np.int64))
-    shards, same_shard = _merged_shards(reports)
     piece_first = group_offsets(np.array([len(report.pieces.shard) for report in reports], dtype=np.int64))
+    tensors, written = _tensors(planned.tensors, reports, piece_first)
+    shards, same_shard = _merged_shards(reports)
     inline, stored, object_pieces = _objects(tuple(planned.positions), reports, piece_first, first=len(written))
-    pieces = _pieces(reports, shard_first, np.concatenate([written, object_pieces]))
+    shard_first = group_offsets(np.array([len(report.shards.keys) for report in reports], dtype=np.int64))
+    reported = [
+        replace(report.pieces, shard=report.pieces.shard + first)
+        for report, first in zip(reports, shard_first[:-1], strict=True)
+    ]
+    pieces = Pieces.concat(reported).take(np.concatenate([written, object_pieces]))
     named, shard = np.unique(same_shard[pieces.shard], return_inverse=True)
     return Manifest(
         save_id=save_id,
@@ -78,8 +78,11 @@ def to_manifest(
     )
 
 
-def _tensors(planned: Tensors, reports: Sequence[RankReport]) -> tuple[Tensors, I64]:
-    """Return the planned tensors, and the index of each of their pieces among the pieces of all reports."""
+def _tensors(planned: Tensors, reports: Sequence[RankReport], piece_first: I64) -> tuple[Tensors, I64]:
+    """Return the planned tensors, and the index of each of their pieces among the pieces of all reports.
+
+    `piece_first` is the index of the first piece of each report.
+    """
     reported = [_tensor_numbers(planned.index, report) for report in reports]
     encodings = _check_encodings(planned, reports, reported)
     kinds: dict[TensorKind, int] = {}
@@ -101,14 +104,13 @@ def _tensors(planned: Tensors, reports: Sequence[RankReport]) -> tuple[Tensors, 
     # After the last chunk of all reports, one without pieces: that of the chunks that no rank wrote, -1.
     none = np.zeros(1, dtype=np.int64)
     piece_counts = np.concatenate([*(report.chunk_pieces for report in reports), none])
-    report_firsts = group_offsets(np.array([len(report.pieces.shard) for report in reports], dtype=np.int64))
-    piece_firsts = np.concatenate(
-        [*(report.chunk_piece_first + first for report, first in zip(reports, report_firsts[:-1], strict=True)), none]
+    chunk_piece_first = np.concatenate(
+        [*(report.chunk_piece_first + first for report, first in zip(reports, piece_first[:-1], strict=True)), none]
     )
     counts = piece_counts[located]
     kind = np.array(kind_numbers, dtype=np.int64)
     tensors = replace(planned, kinds=tuple(kinds), kind=kind, chunk_pieces=counts)
-    return tensors, concat_ranges(piece_firsts[located], counts)
+    return tensors, concat_ranges(chunk_piece_first[located], counts)
 
 
 def _tensor_numbers(index: Mapping[str, int], report: RankReport) -> list[int]:
@@ -116,7 +118,7 @@ def _tensor_numbers(index: Mapping[str, int], report: RankReport) -> list[int]:
     unplanned = next((name for name in report.names if name not in index), None)
     if unplanned is not None:
         raise SaveFailedError(
-            "A rank wrote a tensor that nobody planned; nothing was committed.", tensor=unplanned, rank=report.rank
+            "A rank wrote a tensor that is in no plan; nothing was committed.", tensor=unplanned, rank=report.rank
         )
     return [index[name] for name in report.names]
 
@@ -176,7 +178,7 @@ def _locate(planned: Tensors, reports: Sequence[RankReport], reported: Sequence[
             position = by_offsets[number].get(tuple(report.chunk_offsets[first[chunk] : first[chunk + 1]].tolist()))
             if position is None:
                 raise SaveFailedError(
-                    "A rank wrote a chunk that nobody planned; nothing was committed.",
+                    "A rank wrote a chunk that is in no plan; nothing was committed.",
                     tensor=planned.names[number],
                     rank=report.rank,
                 )
@@ -218,16 +220,6 @@ def _objects(
     return inline, tuple(stored), np.concatenate(pieces)
 
 
-def _pieces(reports: Sequence[RankReport], shard_first: I64, chosen: I64) -> Pieces:
-    """Return the chosen ones of the pieces of all reports, in the given order."""
-    return Pieces.concat(
-        [
-            replace(report.pieces, shard=report.pieces.shard + first)
-            for report, first in zip(reports, shard_first[:-1], strict=True)
-        ]
-    ).take(chosen)
-
-
 def _merged_shards(reports: Sequence[RankReport]) -> tuple[Shards, I64]:
     """Return the shards of all reports, and for each the index of the first with the same key.
 
@@ -258,11 +250,7 @@ def find_orphaned_shards(manifest: Manifest, reports: Sequence[RankReport]) -> f
 
 
 def require_unicode(plan: SavePlan) -> None:
-    """Refuse names that are not Unicode, which JSON cannot hold; called before anything is uploaded.
-
-    Raises:
-        InvalidArgumentError: A name has half of a surrogate pair.
-    """
+    """Refuse names that are not Unicode, which JSON cannot hold; called before anything is uploaded."""
     flattened = plan.planner_data if isinstance(plan.planner_data, Mapping) else ()
     for name in chain((item.index.fqn for item in plan.items), flattened):
         if isinstance(name, str) and not name.isascii() and name.encode(errors="replace").decode() != name:
@@ -285,11 +273,6 @@ def assemble_manifest(
     """Return the manifest of a save, and its encoded document; coordinator only.
 
     `reports` are those of all ranks, in their order; `url` is that of the checkpoint or run, on the coordinator.
-
-    Raises:
-        InvalidArgumentError: Ranks wrote to different URLs, or with another writer; or the user's metadata are not
-            JSON.
-        SaveFailedError: A chunk is missing from the reports, or a dtype is not the planned one.
     """
     known = [report for report in reports if isinstance(report, RankReport)]
     if len(known) != len(reports):

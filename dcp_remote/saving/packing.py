@@ -31,10 +31,10 @@ class Item(Generic[S]):
     # Top-level key of the state dict. Items of different keys never share a shard, so that dropping the optimizer later
     # frees whole objects.
     top: str
-    name: str  # in the shard's header
+    name: str  # name in the shard's header
     dtype: str
-    offsets: tuple[int, ...]  # of the chunk in its tensor, in elements
-    sizes: tuple[int, ...]  # in elements
+    offsets: tuple[int, ...]  # offsets of the chunk in its tensor, in elements
+    sizes: tuple[int, ...]  # sizes of the chunk, in elements
     whole: bool  # True if the chunk is the whole tensor
     source: S  # bytes of the chunk, in any form; only the caller reads them
 

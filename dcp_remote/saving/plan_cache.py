@@ -31,18 +31,9 @@ from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import concat_integers, get_flatten_mapping, to_kind
-from dcp_remote.saving.device_copy import Run, host_views
+from dcp_remote.saving.device_copy import ElementRange, host_views
 from dcp_remote.saving.manifest_assembly import Planned
-from dcp_remote.saving.plan_table import (
-    BUFFER,
-    REPLICA,
-    VALUE,
-    Chunk,
-    PlanTable,
-    Share,
-    pack_names,
-    shrink_integers,
-)
+from dcp_remote.saving.plan_table import BUFFER, REPLICA, VALUE, Chunk, PlanTable, Share, pack_names, shrink_integers
 from dcp_remote.saving.rank_differences import Described
 from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.objects import digest_object
@@ -118,11 +109,7 @@ class RunPlanner(DefaultSavePlanner):
 
 
 def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:
-    """Return a rank's proposal; called on every rank, once the planner is set up. Without `roles`, all are replicas.
-
-    Raises:
-        InvalidArgumentError: A tensor subclass plans what is no box of the tensor.
-    """
+    """Return a rank's proposal; called on every rank, once the planner is set up. Without `roles`, all are replicas."""
     plan = planner.create_local_plan()
     distinct: dict[object, WriteItem] = {}
     for item in plan.items:
@@ -235,7 +222,7 @@ def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_orde
     digests = [repr(order).encode()]
     for start in range(0, tensor.numel(), block):
         check()
-        digests.append(digest(host_views([Run(ordered, start, min(start + block, tensor.numel()))])[0]))
+        digests.append(digest(host_views([ElementRange(ordered, start, min(start + block, tensor.numel()))])[0]))
     return digest(b"".join(digests))
 
 
@@ -286,11 +273,7 @@ def digest_objects(proposal: Proposal, planner: RunPlanner) -> NDArray[np.uint32
 
 
 def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None) -> PlanTable:
-    """Convert a proposal to columns; with the digests of its objects and numbers, if these are compared.
-
-    Raises:
-        InvalidArgumentError: A tensor has a memory format that the checkpoint format cannot hold.
-    """
+    """Convert a proposal to columns; with the digests of its objects and numbers, if these are compared."""
     items, paths = proposal.plan.items, get_flatten_mapping(proposal.plan.planner_data)
     data = [item.tensor_data for item in items]
     chunks = [chunk for chunk in data if chunk is not None]

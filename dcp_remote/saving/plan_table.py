@@ -56,14 +56,14 @@ class PlanTable:
     packed_names: bytes  # name of each item, and the flatten mapping (see `pack_names`)
     is_object: Bools  # True for each object; other items are chunks of tensors
     is_large: Bools  # True for each item that is larger than a shard and may be written in parts
-    role: NDArray[np.uint8]
+    role: NDArray[np.uint8]  # role of each item
     kind: Integers  # index into `kinds` of each item; 0 for objects
-    dimensions: Integers  # of each item; 0 for objects
-    shapes: Integers  # of the chunks' tensors, one after another
-    offsets: Integers  # of the chunks, one after another
-    sizes: Integers  # of the chunks, one after another
+    dimensions: Integers  # number of dimensions of each item; 0 for objects
+    shapes: Integers  # shapes of the chunks' tensors, one after another
+    offsets: Integers  # offsets of the chunks, one after another
+    sizes: Integers  # sizes of the chunks, one after another
     kinds: tuple[tuple[TensorKind, int], ...]  # distinct kinds, each with its bytes per element
-    value_digests: NDArray[np.uint32]  # of each value; 0 for one that is not compared. Empty if none is
+    value_digests: NDArray[np.uint32]  # digest of each value; 0 for one that is not compared. Empty if none is
 
 
 class Part(NamedTuple):
@@ -79,7 +79,7 @@ class Share:
 
     items: Integers  # indices of the items in the rank's table, ascending
     hints: Integers  # position of each item among the chunks of its tensor; 0 for objects
-    parts: tuple[Part, ...]  # for those of the items that are written in part
+    parts: tuple[Part, ...]  # boxes of those items that are written in part
     is_cut: bool  # True if any rank writes a part: all ranks must then compare the values that they hold
     has_sets: bool  # True if values of sets of tensors are compared on any rank
     # Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared. Empty if there
@@ -100,7 +100,7 @@ class ReplicaSet:
 class Arrangement:
     """Decision on the tables of all ranks."""
 
-    shares: list[Share]  # of each rank
+    shares: list[Share]  # share of each rank
     planned: Planned
     shared: frozenset[Chunk]  # replicas of which several ranks write parts
     differing: tuple[ObjectDifference, ...]  # objects and numbers of which ranks hold different values
@@ -139,10 +139,7 @@ def arrange(
     `to_lowest_rank` that holder writes all replicas, and nothing is cut. `compared` has the names of tensors whose
     values were compared; those of all others are, but of none if it is None.
 
-    Raises:
-        InvalidArgumentError: The chunks of a tensor leave a gap, overlap, or reach outside of it, or no rank has a
-            chunk of it. Or ranks save different things under one name: tensors of different shapes or dtypes, or a
-            tensor and an object; the error lists these names.
+    Refuses chunks that do not make up their tensor, and names under which ranks save different things.
     """
     items = _Items.of(tables)
     require_held(items.flatten, items.names)
@@ -153,16 +150,14 @@ def arrange(
     roles = _roles_of_groups(items, leaders)
     # Before writers are chosen, which changes the offsets of parts.
     sets, set_of_item = _group_by_holders(items, groups, roles, compared)
+    unlike = frozenset(unlike)
+    of_lowest_rank = {
+        number
+        for number, holders in enumerate(groups)
+        if to_lowest_rank or roles[holders[0]] != REPLICA or (unlike and items.chunk(int(holders[0])) in unlike)
+    }
     writes, boxes, shared = _choose_writers(
-        items,
-        groups,
-        is_alone,
-        size_bytes,
-        roles != REPLICA,
-        ranks=len(tables),
-        shard_bytes_max=shard_bytes_max,
-        unlike=frozenset(unlike),
-        to_lowest_rank=to_lowest_rank,
+        items, groups, size_bytes, is_alone, of_lowest_rank, shard_bytes_max=shard_bytes_max
     )
     planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
     shares = []
@@ -183,11 +178,7 @@ def arrange(
 
 
 def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
-    """Refuse a state with a tensor of which no rank holds any part. For plans of torch's own planner, which has all.
-
-    Raises:
-        InvalidArgumentError: A name that was flattened by any rank is not in `entries`, and is no empty dict.
-    """
+    """Refuse a state with a tensor of which no rank holds any part. For plans of torch's own planner, which has all."""
     unheld = (flatten or {}).keys() - entries
     unheld -= empty_dicts(flatten, entries).keys() if unheld else frozenset()
     if unheld:
@@ -218,7 +209,7 @@ class _Items:
     shapes: I64
     offsets: I64
     sizes: I64
-    value_digests: I64  # of each item; 0 for those that are no values
+    value_digests: I64  # digest of each item; 0 for those that are no values
 
     @staticmethod
     def of(tables: Sequence[PlanTable]) -> _Items:
@@ -265,6 +256,11 @@ class _Items:
             sizes=_column([table.sizes for table in tables]),
             value_digests=value_digests,
         )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.rank_first) - 1
 
     def by_dimensions(self) -> Iterator[tuple[int, I64]]:
         """Yield each number of dimensions, with the indices of the items that have as many."""
@@ -353,27 +349,31 @@ def _group_by_holders(
 def _choose_writers(
     items: _Items,
     groups: Sequence[I64],
-    is_alone: Bools,
     size_bytes: I64,
-    is_unequal: Bools,
+    is_alone: Bools,
+    of_lowest_rank: Collection[int],
     *,
-    ranks: int,
     shard_bytes_max: int,
-    unlike: frozenset[Chunk],
-    to_lowest_rank: bool,
 ) -> tuple[Bools, dict[int, Box], frozenset[Chunk]]:
-    """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas."""
+    """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas.
+
+    `of_lowest_rank` has the numbers of the groups that the holder with the lowest rank writes whole.
+    """
     writes = is_alone.copy()
-    load = np.zeros(ranks, dtype=np.int64)
+    load = np.zeros(items.ranks, dtype=np.int64)
     np.add.at(load, items.rank[writes], size_bytes[writes])
-    to_cut = _choose_cut(items, groups, size_bytes, ranks=ranks, unlike=unlike)
+    to_cut = _choose_cut(items, groups, size_bytes, of_lowest_rank)
     boxes: dict[int, Box] = {}
     shared: set[Chunk] = set()
+
+    def assign(number: int, assigned_bytes: int) -> None:
+        writes[number] = True
+        load[items.rank[number]] += assigned_bytes
+
     for group, holders in enumerate(groups):
         first = int(holders[0])
-        if to_lowest_rank or is_unequal[first] or (unlike and items.chunk(first) in unlike):
-            writes[first] = True
-            load[items.rank[first]] += size_bytes[first]
+        if group in of_lowest_rank:
+            assign(first, size_bytes[first])
             continue
         by_load = holders[np.argsort(load[items.rank[holders]], kind="stable")]
         parts: list[Box] = []
@@ -381,16 +381,13 @@ def _choose_writers(
             count = min(len(holders), int(size_bytes[first] / (_PART_SHARE_MIN * shard_bytes_max)))
             parts = _cut_box(Box(items.box(items.offsets, first), items.box(items.sizes, first)), count)
         if len(parts) < 2:  # noqa: PLR2004  # a single part is the whole
-            chosen = int(by_load[0])
-            writes[chosen] = True
-            load[items.rank[chosen]] += size_bytes[chosen]
+            assign(int(by_load[0]), size_bytes[by_load[0]])
             continue
         shared.add(items.chunk(first))
         item_bytes = items.kinds[int(items.kind[first])][1]
         for number, part in zip(np.sort(by_load[: len(parts)]).tolist(), parts, strict=True):
-            writes[number] = True
+            assign(number, part.elements * item_bytes)
             boxes[number] = part
-            load[items.rank[number]] += part.elements * item_bytes
     for number, part in boxes.items():
         values = slice(int(items.box_first[number]), int(items.box_first[number + 1]))
         items.offsets[values], items.sizes[values] = part.offsets, part.sizes
@@ -398,7 +395,7 @@ def _choose_writers(
 
 
 def _choose_cut(
-    items: _Items, groups: Sequence[I64], size_bytes: I64, *, ranks: int, unlike: frozenset[Chunk]
+    items: _Items, groups: Sequence[I64], size_bytes: I64, of_lowest_rank: Collection[int]
 ) -> Collection[int]:
     """Return the groups to cut: the largest ones, as many as minimize the time of digesting them and uploading all.
 
@@ -407,11 +404,12 @@ def _choose_cut(
     divisible = [
         number
         for number, holders in enumerate(groups)
-        if items.is_large[holders].all() and items.chunk(int(holders[0])) not in unlike and items.are_alike(holders)
+        if number not in of_lowest_rank and items.is_large[holders].all() and items.are_alike(holders)
     ]
     sizes = size_bytes[[int(groups[number][0]) for number in divisible]]
     holders = np.array([len(groups[number]) for number in divisible], dtype=np.int64)
-    digested = np.append(0, np.cumsum(sizes * holders / ranks))  # by a rank on average, for each number of cut groups
+    # Bytes that a rank digests on average, for each number of cut groups.
+    digested = np.append(0, np.cumsum(sizes * holders / items.ranks))
     costs = digested / _DIGESTED_PER_UPLOADED + np.append(sizes, 0)
     return set(divisible[: int(costs.argmin())])
 

@@ -52,9 +52,6 @@ def require_equal_tensors(
     Costs a comparison per rank, and microseconds for each tensor of each different description. A description is None
     for a rank that sent none. `planned_names` returns the names that are written, which a user's planner may have
     changed; None if they are those of the descriptions.
-
-    Raises:
-        InvalidArgumentError: Ranks give a tensor different shapes or dtypes; names all such tensors.
     """
     ranks_of: dict[Described, list[int]] = {}
     for rank, description in enumerate(described):

@@ -28,7 +28,7 @@ _ZSTD_LEVEL = 3
 class WrittenShard:
     """Shard that a worker thread has put."""
 
-    shards: Shards  # of one entry
+    shards: Shards  # table of this one shard
     pieces: Pieces
     item: I64  # number of the item that each piece belongs to, among all that are sent
     first_blocks: bytes  # digest of the first block of each piece, 16 bytes each
@@ -38,8 +38,8 @@ class WrittenShard:
 class UploadStats:
     """Bytes and repeated requests of one rank's part of a save, and its slowest shard."""
 
-    put_bytes: int = 0  # of the shards that the rank put, headers and block tables included
-    reused_bytes: int = 0  # of reused pieces, which lie in shards of earlier saves and were not sent
+    put_bytes: int = 0  # bytes of the shards that the rank put, headers and block tables included
+    reused_bytes: int = 0  # bytes of reused pieces, which lie in shards of earlier saves and were not sent
     retries: int = 0  # puts that were repeated after a failure, or sent twice because they were late
     slowest_shard: str = ""  # key of the shard whose PUT took longest, pauses included; empty if none was put
     slowest_seconds: float = 0.0  # duration of that PUT
@@ -49,9 +49,9 @@ class UploadStats:
 class Notes:
     """Additions to a rank's report for its own next save, which the coordinator does not receive."""
 
-    chunk_sizes: I64  # of all chunks, one after another
+    chunk_sizes: I64  # sizes of all chunks, one after another
     first_blocks: bytes  # digest of the first block of each piece, 16 bytes each
-    live_bytes: I64  # of each shard in pieces that have not changed since (see `dedup.Baseline`)
+    live_bytes: I64  # bytes of each shard in pieces that have not changed since (see `dedup.Baseline`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +59,21 @@ class RankReport:
     """Report of one rank on what it wrote."""
 
     rank: int
-    url: str  # to which the shards' keys are relative; must equal the coordinator's
-    shards: Shards  # that the rank put, then those of earlier saves of which it reuses pieces
+    url: str  # URL to which the shards' keys are relative; must equal the coordinator's
+    shards: Shards  # shards that the rank put, then those of earlier saves of which it reuses pieces
     put: int  # number of shards that the rank put. If the save fails, only these are orphans
-    names: tuple[str, ...]  # of the tensors of which the rank wrote chunks
-    dtypes: tuple[str, ...]  # of each tensor, as written
-    encodings: tuple[str, ...]  # of each tensor
+    names: tuple[str, ...]  # names of the tensors of which the rank wrote chunks
+    dtypes: tuple[str, ...]  # dtype of each tensor, as written
+    encodings: tuple[str, ...]  # encoding of each tensor
     chunk_name: I64  # index into `names` of each chunk
     chunk_hint: I64  # position of each chunk among the chunks of its tensor, according to the plan; -1 if unknown
-    chunk_dimensions: I64  # of each chunk
-    chunk_offsets: I64  # of all chunks, one after another
+    chunk_dimensions: I64  # number of dimensions of each chunk
+    chunk_offsets: I64  # offsets of all chunks, one after another
     chunk_piece_first: I64  # index of the first piece of each chunk
     chunk_pieces: I64  # number of pieces of each chunk
-    pieces: Pieces  # of chunks and objects, in the order in which they were written
+    pieces: Pieces  # pieces of chunks and objects, in the order in which they were written
     inline: Mapping[str, bytes]  # JSON text of each small object, by name
-    stored: tuple[StoredObject, ...]  # with indices into `pieces`
+    stored: tuple[StoredObject, ...]  # objects in shards, with indices into `pieces`
     figures: UploadStats = UploadStats()
     notes: Notes | None = None  # None after unpickling
 

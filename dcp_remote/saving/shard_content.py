@@ -15,7 +15,7 @@ from dcp_remote.errors import SaveFailedError
 from dcp_remote.format.manifest import Pieces, Shards
 from dcp_remote.format.raw_buffers import Segments
 from dcp_remote.format.shard import HeaderEntry, header
-from dcp_remote.saving.device_copy import Run, host_views, pinned_bytes, uses_pinned_memory
+from dcp_remote.saving.device_copy import ElementRange, host_views, pinned_bytes, uses_pinned_memory
 from dcp_remote.saving.packing import Piece, piece_label
 from dcp_remote.saving.rank_report import WrittenShard
 from dcp_remote.saving.uploads import Prepared
@@ -96,7 +96,7 @@ def prepare_shard(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
 def _views(pieces: Sequence[Piece[Source]]) -> Iterator[memoryview]:
     """Yield the bytes of each piece; all pieces that lie on one device are copied together."""
     tensors = [(piece, piece.item.source) for piece in pieces if isinstance(piece.item.source, torch.Tensor)]
-    tensor_views = iter(host_views([Run(tensor, piece.start, piece.stop) for piece, tensor in tensors]))
+    tensor_views = iter(host_views([ElementRange(tensor, piece.start, piece.stop) for piece, tensor in tensors]))
     for piece in pieces:
         source = piece.item.source
         yield next(tensor_views) if isinstance(source, torch.Tensor) else source[piece.start : piece.stop]
@@ -110,8 +110,8 @@ def _check_unchanged(sent: Sequence[tuple[str, memoryview, bytes]]) -> None:
     for name, view, expected in sent:
         if piece_digest(block_digests(view, size_bytes=block_bytes(len(view)))) != expected:
             raise SaveFailedError(
-                "A tensor was changed while it was being saved. Nothing may write to the state until dcp.save returns; "
-                "dcp.async_save makes a copy first.",
+                "A tensor was changed while it was being saved. Nothing may write to the state until the save returns; "
+                "a save in the background copies it first.",
                 tensor=name,
             )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeGuard
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_remote.common.arrays import group_offsets
+from dcp_remote.common.arrays import I64, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import KiB, MiB
@@ -64,11 +64,6 @@ def write_shards(
     `origin` is the prefix of the shards' names; `shared` has the items that are parts of replicas. `base` must be of
     the run that is saved into, and the commit must require that a live checkpoint still names every shard of
     `RankReport.reused_keys`.
-
-    Raises:
-        SaveFailedError: An upload failed, or the state is not what was planned.
-        SaveTimeoutError: The deadline passed.
-        UnsafeObjectError: An object needs code to load.
     """
     inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
     items = WriteItems(plan, planner, allow_pickle, stored, shared)
@@ -119,9 +114,6 @@ def require_no_imitations(plan: SavePlan, planner: SavePlanner) -> None:
     """Refuse objects that a load would take for entries of `Opaque` or `Files`; for states of `dcp.save`.
 
     Checks what this rank writes, and nothing of planners that do not resolve items to the state's own values.
-
-    Raises:
-        InvalidArgumentError: Names all such objects.
     """
     if not _resolves_to_state(planner):
         return
@@ -158,9 +150,20 @@ def _resolves_to_state(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     return inherits_methods(planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object"))
 
 
-def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inline: dict[str, bytes]) -> RankReport:
-    """Wait for the uploads; merge the pieces that were sent with those that are reused, in the order of the entries."""
-    written = uploads.finish()  # in the order in which they were packed, so that pieces are in the order of the items
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """Pieces that were sent or are reused, in the order of the entries; and their shards, first those that were put."""
+
+    pieces: Pieces
+    first_blocks: bytes  # digest of the first block of each piece
+    entry_first: I64  # index of the first piece of each entry
+    entry_pieces: I64  # number of pieces of each entry
+    shards: Shards
+    live_bytes: I64  # bytes of each shard in pieces that have not changed
+
+
+def _merge_pieces(drawn: Drawn, reuse: Reuse, written: Sequence[WrittenShard]) -> _Merged:
+    """Merge the shards that were put, in the order in which they were packed, with the reused pieces."""
     is_sent = np.array([reused is None for reused in drawn.source_reused], dtype=bool)
     reused = [reused for reused in drawn.source_reused if reused is not None]
     reused_pieces = reuse.pieces.take(np.array([piece for piece, _ in reused], dtype=np.int64))
@@ -169,7 +172,6 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
     source_pieces = np.ones(len(is_sent), dtype=np.int64)
     source_pieces[is_sent] = np.bincount(item, minlength=np.count_nonzero(is_sent))
     entry_pieces = group_sums(np.array(drawn.source_entry, dtype=np.int64), source_pieces, len(drawn.entries))
-    entry_piece_first = group_offsets(entry_pieces)
     # The index of each piece, where all sent pieces come before all reused pieces.
     is_piece_sent = np.repeat(is_sent, source_pieces)
     order = np.empty(len(is_piece_sent), dtype=np.int64)
@@ -177,7 +179,20 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
     pieces = [replace(one.pieces, shard=one.pieces.shard + number) for number, one in enumerate(written)]
     first_blocks = b"".join([*(one.first_blocks for one in written), *(first_block for _, first_block in reused)])
     put_shards = Shards.concat([one.shards for one in written])
+    return _Merged(
+        pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
+        first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
+        entry_first=group_offsets(entry_pieces),
+        entry_pieces=entry_pieces,
+        shards=Shards.concat([put_shards, reuse.shards.take(old_shards)]),
+        live_bytes=np.concatenate([put_shards.sizes - put_shards.data_starts, reuse.live_bytes[old_shards]]),
+    )
 
+
+def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inline: dict[str, bytes]) -> RankReport:
+    """Wait for the uploads, and describe all entries, those that were sent and those that are reused."""
+    written = uploads.finish()
+    put, merged = len(written), _merge_pieces(drawn, reuse, written)
     tensors: dict[str, tuple[int, str, str]] = {}  # number, dtype and encoding by name
     chunks: list[int] = []  # indices of the entries that are chunks
     boxes: list[ChunkStorageMetadata] = []
@@ -186,7 +201,7 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
     for number, (write_item, encoding) in enumerate(drawn.entries):
         index, data = write_item.index, write_item.tensor_data
         if data is None:
-            first, count = int(entry_piece_first[number]), int(entry_pieces[number])
+            first, count = int(merged.entry_first[number]), int(merged.entry_pieces[number])
             stored.append(StoredObject(index.fqn, encoding, first, count))
             continue
         tensors.setdefault(index.fqn, (len(tensors), dtype_name(data.properties.dtype), encoding))
@@ -198,8 +213,8 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
     return RankReport(
         rank=uploads.rank,
         url=uploads.url,
-        shards=Shards.concat([put_shards, reuse.shards.take(old_shards)]),
-        put=len(written),
+        shards=merged.shards,
+        put=put,
         names=tuple(tensors),
         dtypes=tuple(dtype for _, dtype, _ in tensors.values()),
         encodings=tuple(encoding for _, _, encoding in tensors.values()),
@@ -207,21 +222,21 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
         chunk_hint=np.array(hints, dtype=np.int64),
         chunk_dimensions=concat_integers([len(box.offsets)] for box in boxes),
         chunk_offsets=concat_integers(box.offsets for box in boxes),
-        chunk_piece_first=entry_piece_first[chunks],
-        chunk_pieces=entry_pieces[chunks],
-        pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
+        chunk_piece_first=merged.entry_first[chunks],
+        chunk_pieces=merged.entry_pieces[chunks],
+        pieces=merged.pieces,
         inline=inline,
         stored=tuple(stored),
         figures=UploadStats(
-            put_bytes=int(put_shards.sizes.sum()),
-            reused_bytes=int(reused_pieces.length.sum()),
+            put_bytes=int(merged.shards.sizes[:put].sum()),
+            reused_bytes=int(merged.pieces.length[merged.pieces.shard >= put].sum()),
             retries=uploads.retries,
             slowest_shard=slowest,
             slowest_seconds=uploads.seconds.get(slowest, 0.0),
         ),
         notes=Notes(
             chunk_sizes=concat_integers(box.sizes for box in boxes),
-            first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
-            live_bytes=np.concatenate([put_shards.sizes - put_shards.data_starts, reuse.live_bytes[old_shards]]),
+            first_blocks=merged.first_blocks,
+            live_bytes=merged.live_bytes,
         ),
     )

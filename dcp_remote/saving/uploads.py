@@ -111,7 +111,7 @@ class Uploads(Generic[T]):
         self._latencies = get_latency_tracker(store.url) if pace is None else pace
         self._deadline = deadline
         self._retries: dict[str, int] = {}
-        self._last_errors: dict[str, Exception] = {}  # by key, the error of the last attempt
+        self._last_errors: dict[str, Exception] = {}  # by key, of uploads that are not over
         self._cancellation = Cancellation()
         self._sender = RetryingStore(
             store,
@@ -133,7 +133,6 @@ class Uploads(Generic[T]):
         self._given_up = False
 
     def __enter__(self) -> Self:
-        """Return self."""
         return self
 
     def __exit__(
@@ -153,10 +152,6 @@ class Uploads(Generic[T]):
         """Wait until the budget has room; a claim larger than the budget waits for all of it.
 
         A claim of 0 bytes does not wait: it only raises if the save has failed or its deadline has passed.
-
-        Raises:
-            SaveFailedError: An upload failed.
-            SaveTimeoutError: The deadline passed.
         """
         size_bytes = min(size_bytes, self._budget_bytes)
         with self._changed:
@@ -178,12 +173,7 @@ class Uploads(Generic[T]):
         submit_or_run(self._pool, partial(self._run, job))
 
     def finish(self) -> list[T]:
-        """Wait for all uploads, and return their reports in the order of submission.
-
-        Raises:
-            SaveFailedError: An upload failed; names the shard, the attempts and the cause.
-            SaveTimeoutError: The deadline passed.
-        """
+        """Wait for all uploads, and return their reports in the order of submission."""
         with self._changed:
             while self._unfinished:
                 self._wait()
@@ -271,6 +261,10 @@ class Uploads(Generic[T]):
                 if failure is not None:
                     self._failure = self._failure or (key, failure)
                 self._end_job(job)
+            if job.over:
+                # The frames of an error hold the buffers of its attempt.
+                self._last_errors.pop(job.key, None)
+                self._last_errors.pop(job.second_key, None)
         if lost and (job.stored_key != key or self._given_up):
             # Also after a failure: the store may have carried the put out, or may yet do so.
             self._delete([key])

@@ -19,7 +19,7 @@ from dcp_remote.format.manifest import DIMENSIONS_MAX, RAW
 from dcp_remote.format.raw_buffers import Segments
 from dcp_remote.format.shard import SEPARATE_BYTES_MIN
 from dcp_remote.saving.dedup import Baseline, ComparedEntry, ComparedPiece, KnownEntry, Reuse
-from dcp_remote.saving.device_copy import Run, host_views, wait_for_devices
+from dcp_remote.saving.device_copy import ElementRange, host_views, wait_for_devices
 from dcp_remote.saving.packing import Item
 from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
 from dcp_remote.serialization.objects import EncodedObject
@@ -198,7 +198,8 @@ class WriteItems:
             )
         if tensor.dtype != planned.properties.dtype or tensor.shape != planned.chunk.sizes:
             raise SaveFailedError(
-                "A tensor is not what was planned; with plan caching, the state must keep its dtypes and shapes.",
+                "A tensor is not what was planned. Keep its dtype and shape until the save returns; if the planner "
+                "caches plans, in all saves.",
                 tensor=name,
                 dtype=dtype_name(tensor.dtype),
                 planned_dtype=dtype_name(planned.properties.dtype),
@@ -261,4 +262,6 @@ def wait_for_sources(sources: Sequence[Source]) -> None:
 
 def _view(source: Source, start: int, stop: int) -> memoryview:
     """Return the bytes of elements `start` to `stop`; a copy only where a tensor must be copied."""
-    return host_views([Run(source, start, stop)])[0] if isinstance(source, torch.Tensor) else source[start:stop]
+    if isinstance(source, torch.Tensor):
+        return host_views([ElementRange(source, start, stop)])[0]
+    return source[start:stop]

@@ -31,6 +31,13 @@ _OWN_MAPPING_BYTES = 1 * MiB
 # Classes of tensors whose elements are their whole content.
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
+# Memory formats by their names in a manifest.
+MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve": torch.preserve_format,
+}
+
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 

@@ -10,6 +10,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -266,6 +267,17 @@ def test_memory_of_ranges_is_used_again() -> None:
     memories = [fetched.data.obj for fetched in download(store, fetches, memory_budget_bytes=budget_bytes)]
     assert len(memories) == 40
     assert len({id(memory) for memory in memories}) <= DOWNLOADS_IN_FLIGHT
+
+
+def test_the_memory_of_a_repeated_read_is_freed() -> None:
+    """The first attempt of one read fails: its buffer is freed when the next range is asked for, not with the load."""
+    faults = [nth(1, "request")]
+    arriving = download(
+        FaultyStore(store_with_data(), faults), [fetch(0, MiB // 16), fetch(1, 1)], memory_budget_bytes=1
+    )
+    memory = weakref.ref(next(arriving).data)
+    assert next(arriving).fetch.start == 1
+    assert memory() is None
 
 
 def test_drawing_may_fail() -> None:

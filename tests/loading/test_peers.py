@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import resource
 import socket
@@ -391,6 +392,33 @@ def test_a_server_that_cannot_start_its_thread(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RuntimeError, match="can't start new thread"):
         serving()
     gc.collect()  # a socket that was left open is a ResourceWarning
+
+
+def test_one_connection_that_fails_ends_no_other(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose one connection before it is accepted, and find no thread for another: the third one is served."""
+    accept, start, refused = socket.socket.accept, threading.Thread.start, list[str]()
+
+    def lose_first(listening: socket.socket) -> Any:
+        accepted = accept(listening)
+        if not refused:
+            refused.append("connection")
+            accepted[0].close()
+            raise ConnectionAbortedError(errno.ECONNABORTED, "Software caused connection abort")
+        return accepted
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if len(refused) == 1:
+            refused.append("thread")
+            threading._limbo.pop(thread, None)  # type: ignore[attr-defined]  # as CPython does itself
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(socket.socket, "accept", lose_first)
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    server.offer(1, data_of(1), receivers=3, stays=True)
+    assert [Reader().read(server.address, 1) for _ in range(3)] == [0, 0, UNIT_BYTES]
+    assert refused == ["connection", "thread"]
+    assert not server._connections
 
 
 def test_too_few_descriptors_for_connections() -> None:

@@ -24,9 +24,7 @@ from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.loading.state_check import StateCheck
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
-from tests.loading.test_chunks_of_metadata import (
-    manifest_of,
-)
+from tests.loading.test_chunks_of_metadata import manifest_of
 from tests.support.simulated_ranks import assembled, load_as_ranks, save_as_ranks, shard
 from tests.support.states import equal
 

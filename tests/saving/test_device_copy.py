@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from dcp_remote import RemoteReader, RemoteWriter
 from dcp_remote.common.units import MiB
 from dcp_remote.saving import device_copy
-from dcp_remote.saving.device_copy import Run, host_views, pinned_bytes
+from dcp_remote.saving.device_copy import ElementRange, host_views, pinned_bytes
 from dcp_remote.serialization.tensors import copy_elements, dtype_name, element_bytes
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
@@ -97,18 +97,18 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> SlowCopier:
     return found
 
 
-def assorted() -> Iterator[Run]:
+def assorted() -> Iterator[ElementRange]:
     """Runs of every dtype and layout, with empty ones between; over 1 MiB."""
     for dtype in DTYPES:
         for layout in LAYOUTS:
             tensor = random_whole(dtype, (3, 5, 7), seed=len(dtype_name(dtype))).tensor(layout=layout)
-            yield Run(tensor, 0, 105)
-            yield Run(tensor, 17, 17)
-            yield Run(tensor, 1, 64)
-    yield Run(torch.rand(MiB // 4 + 1), 0, MiB // 4 + 1)
-    yield Run(torch.rand(64, dtype=torch.complex64).conj(), 3, 60)
-    yield Run(torch._neg_view(torch.rand(64)), 3, 60)
-    yield Run(torch.rand(0, 4), 0, 0)
+            yield ElementRange(tensor, 0, 105)
+            yield ElementRange(tensor, 17, 17)
+            yield ElementRange(tensor, 1, 64)
+    yield ElementRange(torch.rand(MiB // 4 + 1), 0, MiB // 4 + 1)
+    yield ElementRange(torch.rand(64, dtype=torch.complex64).conj(), 3, 60)
+    yield ElementRange(torch._neg_view(torch.rand(64)), 3, 60)
+    yield ElementRange(torch.rand(0, 4), 0, 0)
 
 
 def test_every_run_has_arrived_with_one_wait(copier: SlowCopier) -> None:
@@ -132,7 +132,7 @@ def test_the_stand_in_would_show_what_is_read_too_early(copier: SlowCopier) -> N
 
 def test_pinned_memory_is_kept_by_its_last_view(copier: SlowCopier) -> None:
     """A late put still reads the memory, so it must not be allocated again."""
-    views = host_views([Run(torch.zeros(MiB), 0, MiB), Run(torch.ones(MiB), 0, MiB)])
+    views = host_views([ElementRange(torch.zeros(MiB), 0, MiB), ElementRange(torch.ones(MiB), 0, MiB)])
     part = memoryview(views[1])[4:8]
     del views
     assert copier.pinned_now == 8 * MiB
@@ -144,7 +144,7 @@ def test_pinned_memory_is_kept_by_its_last_view(copier: SlowCopier) -> None:
 def test_a_few_bytes_are_not_worth_pinned_memory(copier: SlowCopier) -> None:
     """Small runs are copied directly, because an allocation takes longer than the copy."""
     tensor = torch.arange(100)
-    assert bytes(host_views([Run(tensor, 1, 99)])[0]) == tensor[1:99].numpy().tobytes()
+    assert bytes(host_views([ElementRange(tensor, 1, 99)])[0]) == tensor[1:99].numpy().tobytes()
     assert (copier.waits, copier.pinned_max) == (0, 0)
 
 
@@ -174,7 +174,7 @@ def test_what_fails_is_raised_when_the_device_is_through(copier: SlowCopier, mon
 
     monkeypatch.setattr(device_copy, "copy_elements", second_fails)
     with pytest.raises(torch.AcceleratorError, match="illegal"):
-        host_views([Run(torch.zeros(MiB), 0, MiB), Run(torch.ones(MiB), 0, MiB)])
+        host_views([ElementRange(torch.zeros(MiB), 0, MiB), ElementRange(torch.ones(MiB), 0, MiB)])
     assert (copier.copies, copier.waits) == (1, 1)
 
 

@@ -144,12 +144,12 @@ def test_a_tensor_and_a_chunk_that_were_not_planned() -> None:
     """The error names the tensor, or the rank that wrote the chunk."""
     good = three_ranks()
     entries = {name: meta for name, meta in good.metadata.state_dict_metadata.items() if name != "w"}
-    with pytest.raises(SaveFailedError, match="nobody planned") as caught:
+    with pytest.raises(SaveFailedError, match="is in no plan") as caught:
         replace(good, metadata=replace(good.metadata, state_dict_metadata=entries)).manifest()
     assert caught.value.details["tensor"] == "w"
     reports = list(good.reports)
     reports[2] = replace(reports[2], chunk_offsets=reports[2].chunk_offsets + 1)
-    with pytest.raises(SaveFailedError, match="nobody planned") as caught:
+    with pytest.raises(SaveFailedError, match="is in no plan") as caught:
         replace(good, reports=reports).manifest()
     assert caught.value.details["rank"] == 2
 

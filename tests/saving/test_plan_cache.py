@@ -24,7 +24,7 @@ from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.saving import plan_cache
-from dcp_remote.saving.device_copy import Run, host_views
+from dcp_remote.saving.device_copy import ElementRange, host_views
 from dcp_remote.saving.manifest_assembly import Planned, to_manifest
 from dcp_remote.saving.plan_cache import (
     PlanCache,
@@ -367,8 +367,8 @@ def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas written in parts are digested once, even if the plan is made again; digesting can stop after a MiB."""
     digested: list[int] = []
 
-    def counted(runs: Sequence[Run]) -> list[memoryview]:
-        found = host_views(runs)
+    def counted(ranges: Sequence[ElementRange]) -> list[memoryview]:
+        found = host_views(ranges)
         digested.extend(len(view) for view in found)
         return found
 

@@ -11,20 +11,17 @@ import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.hedging import LATE_SECONDS_MIN, SAMPLES_MIN, LatencyTracker
-from dcp_remote.errors import (
-    PermissionDeniedError,
-    SaveFailedError,
-    SaveTimeoutError,
-    TransientStorageError,
-)
+from dcp_remote.errors import PermissionDeniedError, SaveFailedError, SaveTimeoutError, TransientStorageError
 from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Prepared, Uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import FaultyStore, matching
@@ -259,6 +256,29 @@ def test_attempts_are_counted() -> None:
         uploads.submit("bad", sending(1), claimed_bytes=0)
         uploads.finish()
     assert uploads.retries == 3
+
+
+def test_the_bytes_of_a_repeated_put_are_freed() -> None:
+    """The first attempt of each put fails: the memory of a shard is freed when its put ends, not with the save."""
+    failed: set[str] = set()
+    memories: list[weakref.ref[object]] = []
+
+    def before(key: str) -> None:
+        if key not in failed:
+            failed.add(key)
+            raise TransientStorageError("503 Slow Down.")
+
+    def prepare() -> Prepared[int]:
+        memory = np.zeros(1000, dtype=np.uint8)
+        memories.append(weakref.ref(memory))
+        return ready([memoryview(memory)], 1)  # type: ignore[arg-type]  # an array is a buffer
+
+    with uploads_to(HookedStore(MemoryStore(), before)) as uploads:
+        for number in range(3):
+            uploads.submit(f"k{number}", prepare, claimed_bytes=0)
+        uploads.finish()
+        assert uploads.retries == 3
+        assert [memory() for memory in memories] == [None] * 3
 
 
 def test_preparing_may_fail() -> None:
