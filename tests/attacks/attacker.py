@@ -81,7 +81,6 @@ class Bucket:
 
     @property
     def objects(self) -> dict[str, bytes]:
-        """Return all objects of the bucket."""
         return {key: found.data for key, found in self.store.space.objects.items()}
 
     def put(self, key: str, data: bytes) -> None:
@@ -199,7 +198,6 @@ def assert_harmless(attacked: Bucket) -> None:
 
 
 def numbers(column: str) -> list[int]:
-    """Return the numbers of a column."""
     values: list[int] = decode_column(column, name="column").tolist()
     return values
 

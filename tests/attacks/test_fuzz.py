@@ -108,7 +108,6 @@ WORDS = {
 
 @pytest.mark.parametrize("target", SEEDS)
 def test_fuzz(target: str, torture_seconds: float, tmp_path: pathlib.Path) -> None:
-    """Fuzzing a target ends without a finding."""
     corpus, found = tmp_path / "corpus", tmp_path / "found"
     corpus.mkdir()
     found.mkdir()

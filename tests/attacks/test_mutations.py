@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,13 +31,12 @@ from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.serialization.objects import EncodedObject, decode_object, encode_object
 from dcp_remote.serialization.torch_streams import save
 from tests.attacks.attacker import assert_saved, bucket, column, numbers, show_text
+from tests.format.test_schema import places
 from tests.support.figures import count
 from tests.support.manifests import assert_sound, manifests, plain
 
 # As long as the campaign is told to, which may be hours.
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(0)]
-
-Path: TypeAlias = tuple[str | int, ...]
 
 REFUSALS = (CorruptCheckpointError, UnsupportedFormatError)
 OBJECT_REFUSALS = (*REFUSALS, UnsafeObjectError)
@@ -66,15 +65,7 @@ def run(check: Callable[[Any], None], seconds: float, attacks: st.SearchStrategy
 # ---- documents
 
 
-def places(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Yield the path of every place in a JSON value except the root."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in inner:
-        yield (*path, key)
-        yield from places(item, (*path, key))
-
-
-def at(root: Any, path: Path) -> Any:
+def at(root: Any, path: Sequence[str | int]) -> Any:
     for part in path:
         root = root[part]
     return root

@@ -82,7 +82,6 @@ def test_a_shard_of_another_checkpoint(value: float) -> None:
 
 
 def test_two_shards_that_changed_places() -> None:
-    """Two shards of one save that were exchanged are refused."""
     attacked = bucket()
     one, other = attacked.document()["shards"]["keys"]
     objects = attacked.objects
@@ -139,7 +138,6 @@ def test_a_shard_that_is_longer() -> None:
 
 
 def test_a_shard_in_place_of_the_manifest() -> None:
-    """A shard in place of the manifest, and the manifest in place of a shard, are refused."""
     attacked = bucket()
     key = attacked.document()["shards"]["keys"][0]
     manifest, shard = attacked.objects[MANIFEST_KEY], attacked.objects[key]
@@ -309,7 +307,6 @@ def test_a_checkpoint_with_a_pickle(entry: str, piece: int, encoding: str, tmp_p
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_object_that_is_said_to_be_raw_bytes_behind_a_text(number: int) -> None:
-    """An object without raw bytes, under the encoding of one that has them, is refused."""
     attacked = bucket()
     document = attacked.document()
     document["objects"]["stored"][number]["encoding"] = "json+raw"

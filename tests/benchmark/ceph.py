@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.benchmark.server.counts import Counter, Counts
+from tests.benchmark.server.counts import Counts
 from tests.support.ceph import CephGateway, ceph_gateway
 
 
@@ -23,7 +23,6 @@ class CephServer:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Options to pass as `storage_options`."""
         given = self.gateway.storage_options
         return {
             "endpoint_url": given["endpoint_url"],
@@ -36,7 +35,7 @@ class CephServer:
 
     def counts(self) -> Counts:
         """Nothing: it does not tell."""
-        return Counter().counts()
+        return Counts()
 
     def reset(self) -> None:
         """Nothing."""

@@ -14,7 +14,7 @@ from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark import run
 from tests.benchmark.report import publish
 from tests.benchmark.report.goals import Goal, goals
-from tests.benchmark.report.plan import FULL, HTTP, LARGEST, OURS, PEERS, QUICK, RAW, TLS, TRAINING
+from tests.benchmark.report.plan import FULL, HTTP, OURS, PEERS, QUICK, RAW, TLS, TRAINING
 from tests.benchmark.report.publish import (
     BEGIN,
     CHART,
@@ -166,47 +166,14 @@ def test_published(shown: Path, tmp_path_factory: pytest.TempPathFactory) -> Non
     assert "waits** 0.25 s for a save in the background" in readme
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        None,
-        "[]",
-        "{",
-        '{"about": {}, "rows": {}}',
-        '{"about": {}, "rows": [{"a": 1}]}',
-        Results(ABOUT, ()).to_json(),
-        Results(ABOUT, ROWS).to_json(),
-        Results({}, PUBLISHED).to_json(),
-        Results(ABOUT, PUBLISHED).to_json().replace('"wall_seconds": 1.0', '"wall_seconds": "long"'),
-    ],
-)
-def test_what_is_no_measurement_is_one_line_and_nothing_is_written(
-    shown: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], text: str | None
-) -> None:
-    """Missing, broken, of somebody else, empty, without the figures of the README."""
+def test_measurements_without_the_figures_of_the_readme(shown: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is written."""
     results = tmp_path_factory.mktemp("run") / RESULTS
-    if text is not None:
-        results.write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit) as ended:
+    results.write_text(Results(ABOUT, ROWS).to_json(), encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match="not measured"):
         publish.main([str(results)])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.count("\n") == 1
     assert [path.name for path in shown.iterdir()] == ["README.md"]
     assert "old" in (shown / "README.md").read_text(encoding="utf-8")
-
-
-def test_run_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file where the folder is to be, a section that is not there, no round at all."""
-    (tmp_path / "file").touch()
-    for arguments, code, said in (
-        (["--output", str(tmp_path / "file")], 1, "File exists"),
-        (["--quick", "--sections", LARGEST], 2, f"--quick has no section {LARGEST}; it has {HTTP}"),
-        (["--rounds", "0"], 2, "at least 1"),
-    ):
-        with pytest.raises(SystemExit) as refused:
-            run.main(arguments)
-        assert refused.value.code == code
-        assert said in capsys.readouterr().err
 
 
 def test_run_that_is_killed_keeps_the_sections_that_were_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,23 +43,13 @@ _STEPS_BEFORE = (KEEP_LAST + 1) * SAVE_EVERY
 
 
 class Campaign:
-    """Campaign of one training; a context manager, which ends all processes on exit.
+    """Campaign of one training; a context manager, which ends all processes on exit."""
 
-    Args:
-        folder: Folder of the jobs.
-        seed: Seed of all random choices.
-        world_size: World size of all jobs that are not given another.
-
-    Attributes:
-        random: Generator from which moments and victims are drawn.
-        relay: The link between the ranks and the server.
-        job: The job that trains now.
-        suffered: Names of the faults so far.
-    """
+    relay: Relay  # the link between the ranks and the server
 
     def __init__(self, folder: Path, seed: int, world_size: int) -> None:
-        self.random = random.Random(seed)
-        self.suffered: list[str] = []
+        self.random = random.Random(seed)  # moments and victims are drawn from it
+        self.suffered: list[str] = []  # names of the faults so far
         self.jobs: list[Job] = []
         self._folder, self._world_size = folder, world_size
         self._stack = ExitStack()
@@ -82,7 +72,6 @@ class Campaign:
 
     @property
     def server(self) -> S3Server:
-        """Return the server that runs now."""
         return self.relay.server
 
     def store(self) -> ObjectStore:
@@ -102,7 +91,6 @@ class Campaign:
         self._server_stack, self.relay.server = stack, server
 
     def catalog(self) -> Catalog:
-        """Read the catalog."""
         catalog = read_catalog(self.store())
         assert catalog is not None, "there is a run"
         return catalog
@@ -111,7 +99,6 @@ class Campaign:
 
     @property
     def job(self) -> Job:
-        """Return the job that trains now."""
         return self.jobs[-1]
 
     def launch(

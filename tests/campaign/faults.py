@@ -164,14 +164,15 @@ def killed_while_it_deletes(campaign: Campaign) -> None:
     campaign.start()
 
 
+def is_read_of_a_shard(asked: Asked) -> bool:
+    return asked.what == "read" and asked.key.startswith("shards/")
+
+
 def fail_in_a_restore(campaign: Campaign, *, killed: bool) -> None:
     """Kill or stop a rank in a restore: the others name a stopped rank in seconds; the next job restores the same."""
     campaign.job.kill_all()
 
-    def is_read(asked: Asked) -> bool:
-        return asked.what == "read" and asked.key.startswith("shards/")
-
-    with campaign.relay.trapped("half", is_read, lambda _: "cut", times=10_000) as trap:
+    with campaign.relay.trapped("half", is_read_of_a_shard, lambda _: "cut", times=10_000) as trap:
         job, victim = campaign.launch(), campaign.victim()
         trap.wait(PATIENCE_SECONDS)
         if killed:
@@ -372,54 +373,43 @@ def slow_link(campaign: Campaign) -> None:
     assert campaign.told(job, step)
 
 
-@fault("the link is down for a while")
-def link_is_down(campaign: Campaign) -> None:
-    """Cut connections and refuse new ones, for seconds: the save waits, and is committed."""
-    job, step = in_mid_save(campaign)
-    campaign.relay.close()
-    time.sleep(campaign.random.uniform(1.0, 3.0))
-    campaign.relay.open()
-    job.wait_idle()
-    assert campaign.told(job, step)
-
-
-@fault("the server is stopped and started")
-def server_is_restarted(campaign: Campaign) -> None:
-    """End the server's process, and start another one with the same objects."""
-    job, step = in_mid_save(campaign)
-    campaign.relay.close()
-    campaign.replace_server()
-    campaign.relay.open()
-    job.wait_idle()
-    assert campaign.told(job, step)
-
-
-@fault("the server hangs for a moment")
-def server_hangs(campaign: Campaign) -> None:
-    """Stop the server's process and resume it: connections stay open without an answer."""
-    job, step = in_mid_save(campaign)
-    with hung(campaign):
-        time.sleep(campaign.random.uniform(1.0, 3.0))
-    job.wait_idle()
-    assert campaign.told(job, step)
-
-
-@contextmanager
-def hung(campaign: Campaign) -> Iterator[None]:
-    os.kill(campaign.server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(campaign.server.pid, signal.SIGCONT)
-
-
-def in_mid_save(campaign: Campaign) -> tuple[Job, int]:
-    """Wait until the job, which waits for its save, has sent half of a shard; return job and step."""
+def held_up(campaign: Campaign, *, act: Callable[[Campaign], None]) -> None:
+    """Hold up the store when half of a shard is sent: the save waits, and is committed."""
     job, step = campaign.job, campaign.next_save()
     with campaign.relay.trapped("half", campaign.asks("shard", step=step), lambda _: "goes on") as trap:
         job.order(gate=step)
         trap.wait(PATIENCE_SECONDS)
-    return job, step
+    act(campaign)
+    job.wait_idle()
+    assert campaign.told(job, step)
+
+
+def link_is_down(campaign: Campaign) -> None:
+    """Cut connections and refuse new ones, for seconds."""
+    campaign.relay.close()
+    time.sleep(campaign.random.uniform(1.0, 3.0))
+    campaign.relay.open()
+
+
+def server_is_restarted(campaign: Campaign) -> None:
+    """End the server's process, and start another one with the same objects."""
+    campaign.relay.close()
+    campaign.replace_server()
+    campaign.relay.open()
+
+
+def server_hangs(campaign: Campaign) -> None:
+    """Stop the server's process and resume it: connections stay open without an answer."""
+    os.kill(campaign.server.pid, signal.SIGSTOP)
+    try:
+        time.sleep(campaign.random.uniform(1.0, 3.0))
+    finally:
+        os.kill(campaign.server.pid, signal.SIGCONT)
+
+
+FAULTS["the link is down for a while"] = partial(held_up, act=link_is_down)
+FAULTS["the server is stopped and started"] = partial(held_up, act=server_is_restarted)
+FAULTS["the server hangs for a moment"] = partial(held_up, act=server_hangs)
 
 
 @fault("nothing may be deleted")
@@ -438,10 +428,7 @@ def a_bit_flips(campaign: Campaign) -> None:
     """Flip a bit of a shard during a restore: the job ends, and names the shard; the next job restores it."""
     campaign.job.kill_all()
 
-    def is_read(asked: Asked) -> bool:
-        return asked.what == "read" and asked.key.startswith("shards/")
-
-    with campaign.relay.trapped("answered", is_read, lambda _: "flipped") as trap:
+    with campaign.relay.trapped("answered", is_read_of_a_shard, lambda _: "flipped") as trap:
         job = campaign.launch()
         trap.wait(PATIENCE_SECONDS)
         job.wait_ended()

@@ -33,28 +33,19 @@ _LOG_LINES_SHOWN = 60
 
 
 class Job:
-    """A job under torchrun, in a folder of its own; always ended by `end`.
-
-    Args:
-        number: Number among all jobs of the campaign, from 0.
-        folder: New folder.
-        environment: Variables beside this process's, without any cloud configuration of the machine.
-        arguments: Arguments of the trainee.
-        world_size: Number of ranks.
-        gate: Last step that the job may make until `order` moves it.
-        last: Last step of all; None is not decided yet.
-    """
+    """A job under torchrun, in a folder of its own; always ended by `end`."""
 
     def __init__(
         self,
-        number: int,
+        number: int,  # number among all jobs of the campaign, from 0
         folder: Path,
         *,
+        # Variables beside this process's, without any cloud configuration of the machine.
         environment: Mapping[str, str],
-        arguments: Sequence[str],
+        arguments: Sequence[str],  # arguments of the trainee
         world_size: int,
-        gate: int,
-        last: int | None = None,
+        gate: int,  # last step that the job may make until `order` moves it
+        last: int | None = None,  # last step of all; None is not decided yet
     ) -> None:
         self.number, self.folder, self.world_size = number, folder, world_size
         folder.mkdir()
@@ -96,14 +87,12 @@ class Job:
         return [one for one in events if kind in (None, one["event"])]
 
     def last(self, rank: int, kind: str) -> Event:
-        """Return a rank's last event of this kind."""
         events = self.events(rank, kind)
         assert events, f"rank {rank} never told of {kind!r}{self.story()}"
         return events[-1]
 
     @property
     def ranks(self) -> range:
-        """Return all ranks."""
         return range(self.world_size)
 
     def pid(self, rank: int) -> int:
@@ -134,39 +123,36 @@ class Job:
         self._orders = replace(self._orders, **changes)
         self._orders.write(self.folder)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-        """Poll a condition; an assertion fails after `seconds`."""
-        deadline = time.monotonic() + seconds
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll a condition; an assertion fails after two minutes."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             if time.monotonic() > deadline:
                 self._print_stacks()
-                raise AssertionError(f"{what}: not within {seconds:.0f} s{self.story()}")
+                raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:.0f} s{self.story()}")
             time.sleep(POLL_SECONDS)
 
-    def wait_idle(self, ranks: Sequence[int] | None = None) -> None:
-        """Wait until these ranks are at the gate, their last save committed; an assertion fails if the job ends."""
+    def wait_idle(self) -> None:
+        """Wait until the ranks are at the gate, their last save committed; an assertion fails if the job ends."""
 
         def idle() -> bool:
             assert self.torchrun.poll() is None, f"the job ended{self.story()}"
-            for rank in self.ranks if ranks is None else ranks:
+            for rank in self.ranks:
                 failed = [one for one in self.events(rank) if one["event"] in ("failed", "save failed")]
                 assert not failed, f"rank {rank} failed{self.story()}"
-            return all(
-                any(one["step"] == self.gate for one in self.events(rank, "idle"))
-                for rank in (self.ranks if ranks is None else ranks)
-            )
+            return all(any(one["step"] == self.gate for one in self.events(rank, "idle")) for rank in self.ranks)
 
         self.wait_until(idle, f"the ranks come to step {self.gate}")
 
-    def wait_told(self, rank: int, kind: str, seconds: float = PATIENCE_SECONDS) -> Event:
+    def wait_told(self, rank: int, kind: str) -> Event:
         """Wait until a rank has reported such an event, and return it."""
-        self.wait_until(lambda: bool(self.events(rank, kind)), f"rank {rank} tells of {kind!r}", seconds)
+        self.wait_until(lambda: bool(self.events(rank, kind)), f"rank {rank} tells of {kind!r}")
         return self.last(rank, kind)
 
-    def wait_saving(self, step: int, rank: int = 0) -> None:
-        """Wait until a rank is about to save this step."""
+    def wait_saving(self, step: int) -> None:
+        """Wait until the coordinator is about to save this step."""
         self.wait_until(
-            lambda: any(one["step"] >= step for one in self.events(rank, "saving")), f"step {step} is being saved"
+            lambda: any(one["step"] >= step for one in self.events(0, "saving")), f"step {step} is being saved"
         )
 
     # ---- signals
@@ -211,12 +197,12 @@ class Job:
             return False
         return stat.rpartition(")")[2].split()[0] not in "ZX"
 
-    def wait_ended(self, ranks: Sequence[int] | None = None, *, seconds: float = PATIENCE_SECONDS) -> None:
+    def wait_ended(self, ranks: Sequence[int] | None = None) -> None:
         """Wait until these ranks have ended, by default all of them and torchrun as well."""
         some = self.ranks if ranks is None else ranks
-        self.wait_until(lambda: not any(map(self.alive, some)), f"ranks {list(some)} end", seconds)
+        self.wait_until(lambda: not any(map(self.alive, some)), f"ranks {list(some)} end")
         if ranks is None:
-            self.wait_until(lambda: self.torchrun.poll() is not None, "torchrun ends", seconds)
+            self.wait_until(lambda: self.torchrun.poll() is not None, "torchrun ends")
 
     def end(self) -> None:
         """End all processes of the job by force."""

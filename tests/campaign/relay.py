@@ -49,21 +49,13 @@ _UPSTREAM_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request in progress.
+    """A request in progress."""
 
-    Attributes:
-        method: HTTP method; a delete of many objects is a POST.
-        key: Key relative to the run; empty for a request that names none in its path.
-        query: Text after the question mark.
-        size_bytes: Size of its body.
-        catalog: Catalog that a swap puts, once its body has arrived.
-    """
-
-    method: str
-    key: str
-    query: str
+    method: str  # HTTP method; a delete of many objects is a POST
+    key: str  # key relative to the run; empty for a request that names none in its path
+    query: str  # text after the question mark
     size_bytes: int
-    catalog: Catalog | None = None
+    catalog: Catalog | None = None  # catalog that a swap puts, once its body has arrived
 
     @property
     def what(self) -> Literal["shard", "manifest", "swap", "delete", "read", "list", "other"]:
@@ -95,21 +87,14 @@ class Asked:
 
 @dataclass(eq=False)
 class Trap:
-    """Fate of some requests.
+    """Fate of some requests."""
 
-    Attributes:
-        moment: Moment at which `act` is called.
-        wanted: Condition on requests.
-        act: Returns the fate of the request; called in the thread that relays it, which may wait there.
-        times: Most calls of `act`.
-        hits: Calls so far.
-    """
-
-    moment: Moment
-    wanted: Callable[[Asked], bool]
+    moment: Moment  # moment at which `act` is called
+    wanted: Callable[[Asked], bool]  # condition on requests
+    # Returns the fate of the request; called in the thread that relays it, which may wait there.
     act: Callable[[Asked], Fate]
-    times: int
-    hits: int = 0
+    times: int  # most calls of `act`
+    hits: int = 0  # calls so far
     _hit: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, seconds: float) -> None:
@@ -117,7 +102,6 @@ class Trap:
         assert self._hit.wait(seconds), "no such request came by"
 
     def sprung(self) -> bool:
-        """Return whether there was a hit."""
         return self._hit.is_set()
 
 
@@ -128,19 +112,13 @@ class Relay:
         server: The server behind the relay.
         bucket: Bucket of the run.
         prefix: Prefix of the run in its bucket.
-
-    Attributes:
-        server: The server; may be replaced by another one with the same objects.
-        latency_seconds: Added latency of every request.
-        bytes_per_second: Rate of all bodies together, in both directions; None is unlimited.
-        catalogs: Every catalog that the server accepted, by revision.
     """
 
     def __init__(self, server: S3Server, bucket: str, prefix: str) -> None:
-        self.server = server
-        self.latency_seconds = 0.0
-        self.bytes_per_second: float | None = None
-        self.catalogs: list[Catalog] = []
+        self.server = server  # the server; may be replaced by another one with the same objects
+        self.latency_seconds = 0.0  # added latency of every request
+        self.bytes_per_second: float | None = None  # rate of all bodies together, in both directions; None is unlimited
+        self.catalogs: list[Catalog] = []  # every catalog that the server accepted, by revision
         self._path = f"/{bucket}/{prefix}/"
         self._traps: list[Trap] = []
         self._lock = threading.Lock()
@@ -226,7 +204,6 @@ class Relay:
         return Asked(method, place.removeprefix(self._path) if place.startswith(self._path) else "", query, size_bytes)
 
     def meet(self, moment: Moment, asked: Asked) -> Fate:
-        """Return the fate of a request at this moment."""
         with self._lock:
             trap = next((one for one in self._traps if one.moment == moment and one.wanted(asked)), None)
             if trap is not None:

@@ -146,7 +146,6 @@ class Training:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
     def advance(self, rank: int) -> None:
-        """Train one step."""
         time.sleep(STEP_SECONDS)
         loss = self.model(self.position.next_batch(rank)).square().mean()
         loss.backward()
@@ -207,23 +206,14 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Orders to the ranks.
+    """Orders to the ranks."""
 
-    Attributes:
-        harness: Process id of the harness; without that process ranks stop waiting.
-        gate: Last step that may be made now.
-        last: Last step of all.
-        raises: Rank and step after which the rank raises.
-        refuses: Rank and step at whose save the rank fails to give its state.
-        sleeps: Rank, and seconds by which the rank delays its state.
-    """
-
-    harness: int
-    gate: int
+    harness: int  # process id of the harness; without that process ranks stop waiting
+    gate: int  # last step that may be made now
     last: int = 2**31
-    raises: tuple[int, int] | None = None
-    refuses: tuple[int, int] | None = None
-    sleeps: tuple[int, float] | None = None
+    raises: tuple[int, int] | None = None  # rank and step after which the rank raises
+    refuses: tuple[int, int] | None = None  # rank and step at whose save the rank fails to give its state
+    sleeps: tuple[int, float] | None = None  # rank, and seconds by which the rank delays its state
 
     @classmethod
     def read(cls, folder: Path) -> Orders:
@@ -234,7 +224,6 @@ class Orders:
         return cls(**orders)
 
     def write(self, folder: Path) -> None:
-        """Write the orders atomically."""
         new = folder / "orders.new"
         orders = {name: getattr(self, name) for name in self.__slots__}
         new.write_text(json.dumps(orders))

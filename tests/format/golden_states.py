@@ -71,7 +71,6 @@ def of_dtype(name: str) -> torch.Tensor:
 
 
 def counting(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a tensor whose elements count up."""
     return torch.arange(math.prod(shape), dtype=torch.float64).to(dtype).reshape(shape)
 
 
@@ -196,7 +195,6 @@ def tagged() -> dict[str, Any]:
 
 
 def stream(data: bytes, position: int) -> io.BytesIO:
-    """Return a stream at a position."""
     opened = io.BytesIO(data)
     opened.seek(position)
     return opened
@@ -251,7 +249,6 @@ def per_rank() -> dict[str, Any]:
 
 
 def rank_value(rank: int) -> dict[str, Any]:
-    """Return the value of one rank."""
     return {"position": 10 * rank, "seen": counting(rank + 1)}
 
 

@@ -111,24 +111,10 @@ WRONG: dict[str, Catalog] = {
     **{
         f"manifest {key!r}"[:60]: changed(1, manifest=key)
         for key in (
-            "",
-            "manifest.json",
-            "manifests/.json",
-            "manifests/..json",
-            "manifests/a..json",
-            "manifests/../a.json",
-            "manifests/a/b.json",
-            "manifests//a.json",
-            "/manifests/a.json",
-            "manifests/a.json/",
-            "manifests/a.json\n",
-            "manifests/ä.json",
-            "manifests/a\0.json",
-            "manifests/a b.json",
-            "manifests/a%2f.json",
-            "manifests/a.JSON",
-            "shards/a.json",
-            f"manifests/{'a' * 201}.json",
+            *("", "manifest.json", "manifests/.json", "manifests/..json", "manifests/a..json", "manifests/../a.json"),
+            *("manifests/a/b.json", "manifests//a.json", "/manifests/a.json", "manifests/a.json/", "shards/a.json"),
+            *("manifests/a.json\n", "manifests/ä.json", "manifests/a\0.json", "manifests/a b.json"),
+            *("manifests/a%2f.json", "manifests/a.JSON", f"manifests/{'a' * 201}.json"),
         )
     },
 }

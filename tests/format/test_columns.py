@@ -47,32 +47,6 @@ def test_any_differences(width: int, differences: list[int]) -> None:
         assert caught.value.details == {"column": "c"}
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("", None),
-        ("1", 1),
-        ("3:AAAA", None),
-        (" 1:AAAA", None),
-        ("1:AAA", None),
-        ("1:AA==AA==", None),
-        ("1:ÄÄÄÄ", None),
-        ("1:AA A", None),
-        ("1:-_-_", None),
-        ("2:AAAB", 3),
-        ("2:AA==", None),
-        ("1:AAAA", 2),
-        ("1:AAAA", 4),
-        ("1:", 1),
-        ("8:AAAAAAAAAIA=", None),
-    ],
-)
-def test_invalid_columns(text: str, count: int | None) -> None:
-    """Unknown widths, text that is not base64, and lengths that do not fit are refused."""
-    with pytest.raises(CorruptCheckpointError):
-        decode_column(text, name="c", count=count)
-
-
 def test_more_entries_than_any_column_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound counts entries, not bytes, and is checked before decoding: the text is not even base64."""
     monkeypatch.setattr(columns, "ENTRIES_MAX", 1000)

@@ -63,7 +63,6 @@ STREAM_MAGIC = b"PK\x03\x04"
 
 
 def digest_of(folder: Path) -> str:
-    """Return the digest of the files of a folder."""
     found = xxhash.xxh3_128()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()
@@ -143,7 +142,6 @@ def test_a_run_of_later_software_is_not_changed(tmp_path: Path) -> None:
 
 
 def catalog_of(name: str) -> Catalog:
-    """Return the catalog of a run."""
     return catalog_json.decode((GOLDEN / name / "catalog.json").read_bytes())
 
 

@@ -23,7 +23,6 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def save(folder: Path, state: dict[str, Any], **options: Any) -> None:
-    """Save a state of one rank."""
     save_as_ranks([state], lambda: RemoteWriter(folder, **options))
 
 

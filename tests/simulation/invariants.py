@@ -39,30 +39,17 @@ class Fencing:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Committing a save that was begun.
+    """Committing a save that was begun."""
 
-    Attributes:
-        label: Name of the save in messages.
-        save_id: Identity of the attempt.
-        job: Name of the job that saves.
-        step: Training step.
-        before: save_id that the job saw at this step, and was told to replace; None for none.
-        abandons: Step that this job resumed from, until its first commit; None after that.
-        names: Names of the checkpoint.
-        metrics: Names and values.
-        began: Revision of the catalog that the job saw.
-        state: The saved state.
-    """
-
-    label: str
-    save_id: str
-    job: str
+    label: str  # name of the save in messages
+    save_id: str  # identity of the attempt
+    job: str  # name of the job that saves
     step: int
-    before: str | None
-    abandons: int | None
+    before: str | None  # save_id that the job saw at this step, and was told to replace; None for none
+    abandons: int | None  # step that this job resumed from, until its first commit; None after that
     names: tuple[str, ...]
-    metrics: tuple[tuple[str, float], ...]
-    began: int
+    metrics: tuple[tuple[str, float], ...]  # names and values
+    began: int  # revision of the catalog that the job saw
     state: State
 
 
@@ -171,32 +158,19 @@ class _Document(msgspec.Struct):
 
 @dataclass
 class Run:
-    """A run, as its objects lie in the store.
-
-    Attributes:
-        objects: Objects of the store, by key.
-        store_seconds: The store's clock, in seconds.
-        catalog: The present catalog; None before the first, and after an accident.
-        catalogs: All catalogs since the last accident, by revision.
-        saves: All saves that were begun, by save_id.
-        lived: save_ids that were ever live, and whether each was thinned.
-        refused: save_ids of which an actor was told that they are not committed.
-        gone: save_ids that were live, and are not any more.
-        answers: Valid answers so far: what a reader asked for (a step, a name, or None for the newest), and its
-            save_id.
-        is_lost: Whether the catalog is lost and not yet recreated.
-    """
+    """A run, as its objects lie in the store."""
 
     objects: Mapping[str, MemoryObject]
-    store_seconds: Callable[[], float]
-    catalog: Catalog | None = None
-    catalogs: dict[int, Catalog] = field(default_factory=dict)
-    saves: dict[str, Save] = field(default_factory=dict)
-    lived: dict[str, bool] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
+    store_seconds: Callable[[], float]  # the store's clock, in seconds
+    catalog: Catalog | None = None  # the present catalog; None before the first, and after an accident
+    catalogs: dict[int, Catalog] = field(default_factory=dict)  # all catalogs since the last accident, by revision
+    saves: dict[str, Save] = field(default_factory=dict)  # all saves that were begun, by save_id
+    lived: dict[str, bool] = field(default_factory=dict)  # save_ids that were ever live, and whether each was thinned
+    refused: set[str] = field(default_factory=set)  # save_ids of which an actor was told that they are not committed
+    gone: set[str] = field(default_factory=set)  # save_ids that were live, and are not any more
+    # Valid answers so far: what a reader asked for (a step, a name, or None for the newest), and its save_id.
     answers: set[tuple[int | str | None, str]] = field(default_factory=set)
-    is_lost: bool = False
+    is_lost: bool = False  # whether the catalog is lost and not yet recreated
     _owners: dict[int, str] = field(default_factory=dict)
     _documents: dict[str, _Document] = field(default_factory=dict)
     _named: frozenset[str] = frozenset()

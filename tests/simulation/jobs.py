@@ -165,40 +165,26 @@ def loaded(actor: Actor | World, run: Run, step: int | str | None) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Actors of one history. Few, most of the time: interactions of two actors are rare among many.
+    """Actors of one history. Few, most of the time: interactions of two actors are rare among many."""
 
-    Attributes:
-        jobs: Fewest and most jobs that train.
-        keep: Fewest and most actors that retire and thin.
-        collect: Fewest and most actors that remove orphans.
-        pin: Fewest and most actors that pin.
-        read: Fewest and most readers.
-        handle: Fewest and most people that delete, name and list by the methods of `Run`.
-        doubles: Probability that a job runs twice, at each save.
-        explicit: Probability that steps are retired and thinned by an explicit call, rather than by a retention.
-        rounds: Most repetitions of each actor.
-        resumes: Choices of where a job goes on: the newest checkpoint, an older one, none on purpose, or none by
-            mistake.
-        thins: Probability that, while a save reuses shards, another actor thins the checkpoint that holds them; and
-            that an actor that retires and thins only thins, while another one removes orphans.
-        pins: Probability that, while a save replaces an abandoned checkpoint, another actor pins that one.
-        handles: Probability that a job deletes or names a checkpoint after each of its saves.
-        lingers: Probability that a job first saves the step that it has restored, as a loop that begins by a save.
-    """
-
-    jobs: tuple[int, int]
-    keep: tuple[int, int] = (0, 0)
-    collect: tuple[int, int] = (0, 0)
-    pin: tuple[int, int] = (0, 0)
-    read: tuple[int, int] = (0, 0)
-    handle: tuple[int, int] = (0, 0)
-    doubles: float = 0.0
+    jobs: tuple[int, int]  # fewest and most jobs that train
+    keep: tuple[int, int] = (0, 0)  # fewest and most actors that retire and thin
+    collect: tuple[int, int] = (0, 0)  # fewest and most actors that remove orphans
+    pin: tuple[int, int] = (0, 0)  # fewest and most actors that pin
+    read: tuple[int, int] = (0, 0)  # fewest and most readers
+    handle: tuple[int, int] = (0, 0)  # fewest and most people that delete, name and list by the methods of `Run`
+    doubles: float = 0.0  # probability that a job runs twice, at each save
+    # Probability that steps are retired and thinned by an explicit call, rather than by a retention.
     explicit: float = 0.5
-    rounds: int = 3
+    rounds: int = 3  # most repetitions of each actor
+    # Probability that, while a save reuses shards, another actor thins the checkpoint that holds them; and that an
+    # actor that retires and thins only thins, while another one removes orphans.
     thins: float = 0.0
-    pins: float = 0.0
-    handles: float = 0.0
+    pins: float = 0.0  # probability that, while a save replaces an abandoned checkpoint, another actor pins that one
+    handles: float = 0.0  # probability that a job deletes or names a checkpoint after each of its saves
+    # Probability that a job first saves the step that it has restored, as a loop that begins by a save.
     lingers: float = 0.0
+    # Choices of where a job goes on: the newest checkpoint, an older one, none on purpose, or none by mistake.
     resumes: tuple[str, ...] = 7 * ("newest",) + 4 * ("older",) + ("none", "mistake")
 
 
@@ -228,33 +214,15 @@ SCENES = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Plan of one job.
+    """Plan of one job."""
 
-    Attributes:
-        resumes: Where the job goes on; as in `Scene`.
-        saves: Number of saves.
-        overwrites: Probability of replacing an existing checkpoint, from 0 to 1.
-        borrows: Whether shards of the newest checkpoint are reused.
-        stubborn: Whether the job goes on although it is fenced.
-        doubles: Probability of running twice from a save on.
-        thins: Probability, as in `Scene`.
-        pins: Probability, as in `Scene`.
-        handles: Probability, as in `Scene`.
-        lingers: Probability, as in `Scene`.
-        retention: Policy that the job applies; None keeps all.
-    """
-
-    resumes: str = "newest"
+    resumes: str = "newest"  # where the job goes on; as in `Scene`
     saves: int = 1
-    overwrites: float = 0.0
-    borrows: bool = True
-    stubborn: bool = False
-    doubles: float = 0.0
-    thins: float = 0.0
-    pins: float = 0.0
-    handles: float = 0.0
-    lingers: float = 0.0
-    retention: Retention | None = None
+    overwrites: float = 0.0  # probability of replacing an existing checkpoint, from 0 to 1
+    borrows: bool = True  # whether shards of the newest checkpoint are reused
+    stubborn: bool = False  # whether the job goes on although it is fenced
+    scene: Scene = Scene(jobs=(1, 1))  # frozen
+    retention: Retention | None = None  # policy that the job applies; None keeps all
 
     @classmethod
     def drawn(cls, rng: random.Random, scene: Scene) -> Plan:
@@ -264,11 +232,7 @@ class Plan:
             overwrites=rng.choice([0.0, 0.2, 0.7]),
             borrows=rng.random() < 0.7,
             stubborn=rng.random() < 0.5,
-            doubles=scene.doubles,
-            thins=scene.thins,
-            pins=scene.pins,
-            handles=scene.handles,
-            lingers=scene.lingers,
+            scene=scene,
             retention=retention(rng) if rng.random() < 0.3 else None,
         )
 
@@ -323,9 +287,9 @@ class Trainer:
         for number in range(self.plan.saves):
             if number and self.plan.overwrites:
                 self.step += rng.choice([0, 0, 1, 1, 1, 2])
-            elif number or not self.plan.lingers or rng.random() > self.plan.lingers:
+            elif number or not self.plan.scene.lingers or rng.random() > self.plan.scene.lingers:
                 self.step += rng.choice([1, 1, 2])
-            if rng.random() < self.plan.doubles:
+            if rng.random() < self.plan.scene.doubles:
                 self._double()
             try:
                 self._save()
@@ -333,7 +297,7 @@ class Trainer:
                 if not self.plan.stubborn:
                     return
             self._apply_retention()
-            if rng.random() < self.plan.handles and self.owner is not None:  # else it acts as a person does
+            if rng.random() < self.plan.scene.handles and self.owner is not None:  # else it acts as a person does
                 record_error(actor, partial(_change_by_handle, actor, self.run, owner=self.owner, job=self.name))
             if rng.random() < 0.5:
                 actor.world.rest(actor)
@@ -369,7 +333,7 @@ class Trainer:
             other = start(actor)
             if is_new:
                 other.name = actor.name  # the copy takes a fence of its own
-            other.plan = replace(self.plan, doubles=0.0)
+            other.plan = replace(self.plan, scene=replace(self.plan.scene, doubles=0.0))
             other.step = max(other.step - 1, 0)
             other.train()
 
@@ -485,11 +449,11 @@ class Trainer:
     def _disturb(self, base: Manifest | None, step: int) -> None:
         """Let other actors thin the reused checkpoint, and pin the one to be replaced, during the save."""
         rng, world = self.actor.rng, self.actor.world
-        if base is not None and self.plan.thins and rng.random() < self.plan.thins:
+        if base is not None and self.plan.scene.thins and rng.random() < self.plan.scene.thins:
             reused_step = self.run.saves[base.save_id].step
             world.add(f"{self.name}-thins", lambda other: record_error(other, lambda: _thin(other, reused_step)))
         before = self.run.catalog.entry_at(step) if self.run.catalog is not None else None
-        if before is not None and self.plan.pins and rng.random() < self.plan.pins:
+        if before is not None and self.plan.scene.pins and rng.random() < self.plan.scene.pins:
             world.add(f"{self.name}-pins", lambda other: record_error(other, lambda: _pin(other, before.step)))
 
     def _base(self, begun: SaveTicket) -> Manifest | None:
@@ -707,19 +671,14 @@ def _catalog(actor: Actor) -> Catalog:
 
 
 class History:
-    """History that a seed determines.
-
-    Attributes:
-        world: The scheduler and its faults.
-        run: The run, with its invariants.
-    """
+    """History that a seed determines."""
 
     def __init__(self, seed: int, scenes: Sequence[Scene] = SCENES) -> None:
         """Make a history in which nothing has happened yet."""
-        self.world = World(seed)
+        self.world = World(seed)  # the scheduler and its faults
         self._scenes = scenes
         self._trainers: list[Trainer] = []
-        self.run = Run(self.world.store.space.objects, lambda: self.world.store_seconds)
+        self.run = Run(self.world.store.space.objects, lambda: self.world.store_seconds)  # the run, with its invariants
         self.world.observer = self.run
 
     def play(self) -> None:

@@ -75,17 +75,11 @@ Actor: TypeAlias = Generator[Request, Answer, "Told"]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Outcome of an actor.
+    """Outcome of an actor."""
 
-    Attributes:
-        outcome: "done", the name of the class of the error, or the reason for giving up.
-        catalog: Last catalog that the actor saw, if its outcome is "done".
-        save_id: save_id that was reported as committed.
-    """
-
-    outcome: str
-    catalog: Catalog | None = None
-    save_id: str | None = None
+    outcome: str  # "done", the name of the class of the error, or the reason for giving up
+    catalog: Catalog | None = None  # last catalog that the actor saw, if its outcome is "done"
+    save_id: str | None = None  # save_id that was reported as committed
 
 
 def answered(world: World, request: Request) -> tuple[World, Answer]:
@@ -160,30 +154,17 @@ def swapping(by: Rules, change: Change) -> Actor:
 def save(
     by: Rules,
     step: int,
-    who: str,
+    who: str,  # save_id of the attempt
     *,
-    token: int = 1,
-    base: int | None = None,
-    overwrite: bool = False,
-    again: bool = False,
-    abandons: int | None = None,
+    token: int = 1,  # token of the job
+    base: int | None = None,  # step whose shards are reused
+    overwrite: bool = False,  # whether a live checkpoint of this step may be replaced
+    again: bool = False,  # whether an attempt before this one did not commit
+    abandons: int | None = None,  # step that the job resumed from; see `Attempt`
     names: tuple[str, ...] = (),
-    attempts: int = 1,
+    attempts: int = 1,  # most attempts
 ) -> Actor:
-    """Save into the run, again if a new attempt is asked for.
-
-    Args:
-        by: The rules.
-        step: Step to save.
-        who: save_id of the attempt.
-        token: Token of the job.
-        base: Step whose shards are reused.
-        overwrite: Whether a live checkpoint of this step may be replaced.
-        again: Whether an attempt before this one did not commit.
-        abandons: Step that the job resumed from; see `Attempt`.
-        names: Names of the checkpoint.
-        attempts: Most attempts.
-    """
+    """Save into the run, again if a new attempt is asked for."""
     if again and (yield from swapping(by, rules.raise_revision)).outcome != "done":
         return Told("unknown")
     seen = yield Read()
@@ -318,23 +299,14 @@ def deleting(names: frozenset[str]) -> Generator[Request, Answer, None]:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of the store and all actors.
-
-    Attributes:
-        world: Contents of the store.
-        places: Number of each actor's place, as the explorer counts them.
-        sent: Swaps that were sent and not yet carried out.
-        lived: save_ids that were ever live.
-        fenced: save_id that a fenced job committed.
-        unpinned: save_id of a pinned checkpoint that was lost.
-    """
+    """State of the store and all actors."""
 
     world: World
-    places: tuple[int, ...]
-    sent: frozenset[Swap]
-    lived: frozenset[str]
-    fenced: str | None = None
-    unpinned: str | None = None
+    places: tuple[int, ...]  # number of each actor's place, as the explorer counts them
+    sent: frozenset[Swap]  # swaps that were sent and not yet carried out
+    lived: frozenset[str]  # save_ids that were ever live
+    fenced: str | None = None  # save_id that a fenced job committed
+    unpinned: str | None = None  # save_id of a pinned checkpoint that was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,13 +318,9 @@ class Place:
 
 
 class Explorer:
-    """Explorer of all states that a scene can reach.
+    """Explorer of all states that a scene can reach."""
 
-    Args:
-        actors: Functions that make the actors; each call begins anew.
-        late: Whether a swap may be carried out after its actor went on.
-    """
-
+    # Each call of a function makes its actor anew. `late`: a swap may be carried out after its actor went on.
     def __init__(self, actors: Sequence[Callable[[], Actor]], *, late: bool) -> None:
         self._actors, self._late = actors, late
         self._places = [Place((), replay(actor(), ())) for actor in actors]

@@ -60,8 +60,6 @@ def test_a_thousand_histories(first: int) -> None:
 
 
 def test_as_many_as_there_is_time_for(torture_seconds: float) -> None:
-    """Further histories, until the time is used up."""
-
     def history(seed: int) -> None:
         play(HISTORIES + seed)
         count("histories simulated")
@@ -304,7 +302,6 @@ SCENES_OF = {
 
 @pytest.mark.parametrize("rule", LEFT_OUT)
 def test_a_rule_left_out_is_found(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rule, left out, breaks an invariant in some history."""
     target, planted = LEFT_OUT[rule]
     monkeypatch.setattr(target, planted)
     for seed in range(2_000):

@@ -89,33 +89,20 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FaultRates:
-    """Probability of each fault, per request.
+    """Probability of each fault, per request."""
 
-    Attributes:
-        lost: Probability that a request, or its answer, is lost.
-        late: Probability that a write is carried out later.
-        refused: Probability that a conditional write is refused, carried out or not.
-        stops: Probability that an actor stops permanently.
-        stalls: Probability that an actor is held up before its request, or by an awaited answer, while others go on.
-        outage: Probability that requests of one actor or of all begin to fail, for a while.
-        swaps: Factor on all of these for conditional replacements of an object.
-        stay: Probability that the same actor goes on.
-        reweigh: Probability that actors are given new weights.
-        latency_seconds: Mean latency of a request, in seconds.
-        rest_seconds: Mean pause between two operations of an actor, in seconds.
-    """
-
-    lost: float = 0.0
-    late: float = 0.0
-    refused: float = 0.0
-    stops: float = 0.0
+    lost: float = 0.0  # probability that a request, or its answer, is lost
+    late: float = 0.0  # probability that a write is carried out later
+    refused: float = 0.0  # probability that a conditional write is refused, carried out or not
+    stops: float = 0.0  # probability that an actor stops permanently
+    # Probability that an actor is held up before its request, or by an awaited answer, while others go on.
     stalls: float = 0.0
-    outage: float = 0.0
-    swaps: float = 1.0
-    stay: float = 0.5
-    reweigh: float = 0.1
-    latency_seconds: float = 0.1
-    rest_seconds: float = 10.0
+    outage: float = 0.0  # probability that requests of one actor or of all begin to fail, for a while
+    swaps: float = 1.0  # factor on all of these for conditional replacements of an object
+    stay: float = 0.5  # probability that the same actor goes on
+    reweigh: float = 0.1  # probability that actors are given new weights
+    latency_seconds: float = 0.1  # mean latency of a request, in seconds
+    rest_seconds: float = 10.0  # mean pause between two operations of an actor, in seconds
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Self:
@@ -141,20 +128,12 @@ class FaultRates:
 
 
 class Actor:
-    """A program on a machine of its own.
-
-    Attributes:
-        name: Name in the history.
-        rng: Source of the actor's own choices.
-        doing: Present operation, for the observer.
-        store: The store, behind the actor's `Gate`.
-    """
+    """A program on a machine of its own."""
 
     def __init__(self, world: World, name: str, play: Callable[[Actor], None], *, begins_seconds: float) -> None:
-        """Make an actor that begins when the world runs."""
         self.world, self.name = world, name
         self.rng = random.Random(f"{world.seed} {name}")  # a text is hashed the same in every process
-        self.doing: object = None
+        self.doing: object = None  # present operation, for the observer
         self.store: ObjectStore = Gate(world.store, self)
         self.may_delete = True
         self.wakes_seconds = begins_seconds
@@ -212,7 +191,6 @@ class Gate(WrappedStore):
     """Store of an actor: each of its requests waits here until the scheduler lets it go on."""
 
     def __init__(self, store: ObjectStore, actor: Actor) -> None:
-        """Wrap the store for an actor."""
         super().__init__(store)
         self._actor = actor
 
@@ -223,7 +201,6 @@ class Gate(WrappedStore):
         return self._actor.world.request(sent, lambda: self._store.put(key, [data], condition=condition))
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """Delete objects."""
         keys = tuple(keys)
         sent = Sent(self._actor, self._actor.doing, self._named("delete", *keys))
         return self._actor.world.request(sent, lambda: self._store.delete(keys))
@@ -256,14 +233,9 @@ class Sent:
 
 
 class World:
-    """A store, actors and time.
-
-    Args:
-        seed: Seed that decides everything.
-    """
+    """A store, actors and time; the seed decides everything."""
 
     def __init__(self, seed: int) -> None:
-        """Make a world without actors."""
         self.seed = seed
         self.rng = random.Random(seed)
         self.rates = FaultRates.drawn(self.rng)
@@ -284,7 +256,6 @@ class World:
         self._finished.acquire()
 
     def stop_faults(self) -> None:
-        """End all faults."""
         self.rates = FaultRates()
         self._outage = (0.0, None)
 

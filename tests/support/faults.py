@@ -66,10 +66,7 @@ def verb_is(*verbs: Verb) -> Predicate:
 def fault(way: Way, number: int, *, key: str = CATALOG_KEY) -> Fault:
     """Return a fault of the `number`-th request, of three requests from that one on, or of all from that one on.
 
-    Args:
-        way: Name of the fault.
-        number: Number of the first request that may be hit, from 1.
-        key: Key of the object that is put on a condition, which is what 409 and 412 hit.
+    Requests are numbered from 1. 409 and 412 hit the object of the key, which is put on a condition.
     """
 
     def conditional(verb: Verb, of: str, now: int) -> bool:

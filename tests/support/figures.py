@@ -25,5 +25,4 @@ figures: Counter[str] = Counter()
 
 
 def count(figure: Figure, number: int = 1) -> None:
-    """Add to a count."""
     figures[figure] += number

@@ -53,23 +53,14 @@ class ObjectLayout:
 
 def build(
     layouts: Sequence[Layout],
-    objects: Sequence[ObjectLayout] = (),
-    inline: Mapping[str, bytes] | None = None,
+    objects: Sequence[ObjectLayout] = (),  # layouts of the objects in shards
+    inline: Mapping[str, bytes] | None = None,  # objects in the manifest, by name
     *,
-    shard_of: Sequence[int] | None = None,
-    gap_bytes: int = 0,
-    seed: int = 0,
+    shard_of: Sequence[int] | None = None,  # index of the shard of each piece; by default all are in one
+    gap_bytes: int = 0,  # gap between neighbors in a shard
+    seed: int = 0,  # seed of digests and names
 ) -> Manifest:
-    """Build a manifest whose pieces lie in shards one after another, in the order of their numbers.
-
-    Args:
-        layouts: Layouts of the tensors.
-        objects: Layouts of the objects in shards.
-        inline: Objects in the manifest, by name.
-        shard_of: Index of the shard of each piece; by default all are in one.
-        gap_bytes: Gap between neighbors in a shard.
-        seed: Seed of digests and names.
-    """
+    """Build a manifest whose pieces lie in shards one after another, in the order of their numbers."""
     random = np.random.default_rng(seed)
     lengths = [n for layout in layouts for chunk in layout.pieces for n in chunk]
     lengths += [n for item in objects for n in item.pieces]

@@ -66,17 +66,11 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Outcome of a save or a load on a rank that raised.
+    """Outcome of a save or a load on a rank that raised."""
 
-    Attributes:
-        text: Message for the user.
-        failures: Errors of a `CheckpointException`, by rank.
-        error: Any other error that was raised; None for a `CheckpointException`.
-    """
-
-    text: str
-    failures: dict[int, BaseException]
-    error: BaseException | None = None
+    text: str  # message for the user
+    failures: dict[int, BaseException]  # errors of a `CheckpointException`, by rank
+    error: BaseException | None = None  # any other error that was raised; None for a `CheckpointException`
 
 
 def ending(attempt: Callable[[], object]) -> Ending | None:

@@ -133,17 +133,11 @@ class RecordingWriter(RemoteWriter):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Outcome of an attempt on a rank.
+    """Outcome of an attempt on a rank."""
 
-    Attributes:
-        ending: Error that was raised; None if none was.
-        commit: Outcome of the coordinator's commit.
-        there: Value in the store when this rank had given up; None if there was no checkpoint.
-    """
-
-    ending: Ending | None
-    commit: str = "never tried"
-    there: float | None = None
+    ending: Ending | None  # error that was raised; None if none was
+    commit: str = "never tried"  # outcome of the coordinator's commit
+    there: float | None = None  # value in the store when this rank had given up; None if there was no checkpoint
 
 
 def attempt(store: ObjectStore, points: dict[str, Point]) -> Told:

@@ -36,8 +36,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
-from dcp_remote.errors import InvalidArgumentError
-
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -62,17 +60,11 @@ _SPAWNING.set_forkserver_preload(
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Failure of a call on a rank that did not return.
+    """Failure of a call on a rank that did not return."""
 
-    Attributes:
-        description: Traceback, or exit status of the process.
-        error: Error that was raised; None if none was, or it cannot be pickled.
-        signal: Signal that ended the process; None if the process lives, or exited by itself.
-    """
-
-    description: str
-    error: BaseException | None = None
-    signal: int | None = None
+    description: str  # traceback, or exit status of the process
+    error: BaseException | None = None  # error that was raised; None if none was, or it cannot be pickled
+    signal: int | None = None  # signal that ended the process; None if the process lives, or exited by itself
 
 
 def start_process(target: Callable[..., None], *args: object) -> ForkServerProcess:
@@ -85,17 +77,11 @@ def start_process(target: Callable[..., None], *args: object) -> ForkServerProce
 
 
 class RanksFailedError(Exception):
-    """At least one rank did not return from a call; the message holds each traceback.
-
-    Attributes:
-        failures: Failures, by rank of the call.
-        results: Results of the other ranks, by rank.
-    """
+    """At least one rank did not return from a call; the message holds each traceback."""
 
     def __init__(self, failures: Mapping[int, RankFailure], results: Mapping[int, Any]) -> None:
-        """Make the error of a call."""
-        self.failures = dict(failures)
-        self.results = dict(results)
+        self.failures = dict(failures)  # failures, by rank of the call
+        self.results = dict(results)  # results of the other ranks, by rank
         super().__init__(self.failures, self.results)
 
     def __str__(self) -> str:
@@ -111,23 +97,16 @@ class RankPool:
     loopback interface alone, and end with this process, however this process dies.
 
     Not thread-safe. Use as a context manager, or `close` it.
-
-    Args:
-        world_size: Number of processes; a call may use fewer.
-        group_timeout_seconds: Timeout of the default group of each call.
-        call_timeout_seconds: Time after which the ranks of a call print their stacks and are killed.
     """
 
     def __init__(
         self,
-        world_size: int,
+        world_size: int,  # number of processes; a call may use fewer
         *,
-        group_timeout_seconds: float = GROUP_TIMEOUT_SECONDS,
+        group_timeout_seconds: float = GROUP_TIMEOUT_SECONDS,  # timeout of the default group of each call
+        # Time after which the ranks of a call print their stacks and are killed.
         call_timeout_seconds: float = CALL_TIMEOUT_SECONDS,
     ) -> None:
-        """Make a pool; the processes start with the first call."""
-        if world_size < 1:
-            raise InvalidArgumentError("A pool has at least one rank.", world_size=world_size)
         self._group_timeout_seconds = group_timeout_seconds
         self._call_timeout_seconds = call_timeout_seconds
         self._processes: list[_Process | None] = [None] * world_size
@@ -141,13 +120,11 @@ class RankPool:
         )
 
     def __enter__(self) -> Self:
-        """Return the pool."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the pool."""
         self.close()
 
     @property
@@ -169,28 +146,12 @@ class RankPool:
     ) -> list[_Result]:
         """Call a function on every rank at once, each in the default process group of them all.
 
-        Args:
-            function: Function at the top level of a module that a new process can import.
-            *args: Arguments, equal on all ranks; they and the result are pickled, tensors by value.
-            ranks: Indices of the processes that become the ranks of this call, in this order; by default all.
-            timeout_seconds: Timeout of this call instead of the pool's.
-
-        Raises:
-            RanksFailedError: At least one rank raised, died, or was killed at the call's timeout. The next call
-                restarts dead processes.
-            InvalidArgumentError: The function or an argument cannot be pickled, or there is no such rank.
+        The function stands at the top level of a module; arguments and results are pickled, tensors by value. `ranks`
+        are the indices of the processes that become the ranks of this call, in this order; by default all. Raises
+        `RanksFailedError` if a rank raised, died or was killed at the timeout; the next call restarts dead processes.
         """
         members = list(range(self.world_size)) if ranks is None else list(ranks)
-        if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.world_size)):
-            raise InvalidArgumentError("These are not ranks of the pool.", ranks=members, world_size=self.world_size)
-        try:
-            work = pickle.dumps((function, args))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise InvalidArgumentError(
-                "Ranks are other processes: functions must stand at the top level of a module, and arguments pickle.",
-                function=getattr(function, "__qualname__", repr(function)),
-                cause=error,
-            ) from error
+        work = pickle.dumps((function, args))
         self._calls += 1
         processes = [self._running(member) for member in members]
         for rank, process in enumerate(processes):

@@ -36,17 +36,11 @@ _OUTPUT_CHARACTERS_MAX = 6000
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ranks of a script that have ended.
+    """Ranks of a script that have ended."""
 
-    Attributes:
-        exit_codes: Exit code of each rank; negative is the number of the signal that ended the rank.
-        reports: Values that each rank reported; empty if it reported nothing.
-        outputs: Standard output and error of each rank.
-    """
-
-    exit_codes: list[int]
-    reports: list[dict[str, Any]]
-    outputs: list[str]
+    exit_codes: list[int]  # exit code of each rank; negative is the number of the signal that ended the rank
+    reports: list[dict[str, Any]]  # values that each rank reported; empty if it reported nothing
+    outputs: list[str]  # standard output and error of each rank
 
     def show(self) -> str:
         """Return the exit code and the end of the output of each rank."""
@@ -83,16 +77,9 @@ def run_ranks(
     timeout_seconds: float = RANKS_TIMEOUT_SECONDS,
     is_checked: bool = True,
 ) -> Ranks:
-    """Run a script on several ranks and wait for them.
+    """Run a script on several ranks in a folder, wait for them, and kill them when the time is over.
 
-    Args:
-        script: Path of the script.
-        world_size: Number of ranks.
-        arguments: Arguments of the script, as text.
-        folder: Working directory of all ranks; a folder of their outputs and reports is made in it.
-        environment: Variables beside those of this process and of torchrun.
-        timeout_seconds: Time after which all ranks are killed, in seconds.
-        is_checked: True to fail if a rank does not end with exit code 0.
+    Outputs and reports lie in a folder below that one. If it is checked, each rank has to end with exit code 0.
     """
     own = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
     own.mkdir(parents=True)

@@ -119,12 +119,7 @@ def managers_of(
 
 
 class ManagerThreads:
-    """A manager for each rank, all of them in this process.
-
-    Attributes:
-        groups: Ranks.
-        managers: Manager of each rank.
-    """
+    """A manager for each rank, all of them in this process."""
 
     def __init__(self, groups: RankThreads, managers: list[CheckpointManager]) -> None:
         self.groups, self.managers = groups, managers

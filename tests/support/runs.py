@@ -87,30 +87,18 @@ def put_shards(store: ObjectStore, manifest: Manifest, *, base: Manifest | None 
 
 
 def begin(
-    store: ObjectStore,
+    store: ObjectStore,  # store at the run's prefix
     step: int,
     *,
-    letter: str = "a",
-    base: int | None = None,
-    borrows: Sequence[int] = (FROZEN,),
-    abandons: int | None = None,
-    overwrite: bool = False,
+    letter: str = "a",  # letter of the save_id; see `identity`
+    base: int | None = None,  # step whose shards are reused; None for none
+    borrows: Sequence[int] = (FROZEN,),  # numbers of the shards that are reused
+    abandons: int | None = None,  # step that the job rolled back to; see `Attempt`
+    overwrite: bool = False,  # whether to replace a live checkpoint of this step
     names: tuple[str, ...] = (),
-    metrics: tuple[tuple[str, float], ...] = (),
+    metrics: tuple[tuple[str, float], ...] = (),  # names and values
 ) -> Attempt:
-    """Carry out a save into the run, which is created if needed, by the job that holds the fence, up to its commit.
-
-    Args:
-        store: Store at the run's prefix.
-        step: Training step.
-        letter: Letter of the save_id; see `identity`.
-        base: Step whose shards are reused; None for none.
-        borrows: Numbers of the shards that are reused.
-        abandons: Step that the job rolled back to; see `Attempt`.
-        overwrite: Whether to replace a live checkpoint of this step.
-        names: Names of the checkpoint.
-        metrics: Names and values.
-    """
+    """Carry out a save into the run, which is created if needed, by the job that holds the fence, up to its commit."""
     asking = RetryingStore(store, Deadline(PATIENCE_SECONDS))
     now = read_catalog(asking) or fence(store)
     there, source = now.entry_at(step), None if base is None else now.entry_at(base)
@@ -172,7 +160,6 @@ def fence(store: ObjectStore) -> Catalog:
 
 
 def entry_of(key: str, manifest: Manifest) -> Entry:
-    """Return the catalog entry of a manifest."""
     run = manifest.run
     assert run is not None
     return Entry(
@@ -215,7 +202,6 @@ def put_catalog(store: MemoryStore, catalog: Catalog) -> None:
 
 
 def steps(store: MemoryStore) -> list[int]:
-    """Return the live steps."""
     return [entry.step for entry in live(store)]
 
 

@@ -66,7 +66,6 @@ class LocalShards(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the chunks to read."""
         return [ChunkStorageMetadata(torch.Size(offsets), chunk.shape) for offsets, chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

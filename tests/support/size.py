@@ -41,19 +41,12 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of some files.
+    """Size of some files."""
 
-    Attributes:
-        files: Number of files.
-        lines: All lines.
-        code_lines: Lines with code.
-        tokens: Tokens of code.
-    """
-
-    files: int
-    lines: int
-    code_lines: int
-    tokens: int
+    files: int  # number of files
+    lines: int  # all lines
+    code_lines: int  # lines with code
+    tokens: int  # tokens of code
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ class Whole:
         return self.elements.shape
 
     def cell(self, cell: Cell) -> np.ndarray:
-        """Return the elements of a cell."""
         offsets, sizes = cell
         # With the ellipsis an array without dimensions stays an array.
         place: list[slice | EllipsisType] = [slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)]

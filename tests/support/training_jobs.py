@@ -18,10 +18,7 @@ Jobs = Callable[..., Ranks]
 def jobs_of(program: str, run_program: Callable[..., Ranks], folder: Path) -> Jobs:
     """Return a function that runs jobs of a program: `train(2, mode="fsdp2", first={…}, second={…})`.
 
-    Args:
-        program: Name of the program, which calls `run_jobs` of `hf_models.py`.
-        run_program: Runs a program on some ranks.
-        folder: Folder for the options of the jobs.
+    The program calls `run_jobs` of `hf_models.py`; options of the jobs lie in the folder.
     """
 
     def train(world_size: int = 1, *, mode: str = "plain", is_checked: bool = True, **jobs: dict[str, Any]) -> Ranks:

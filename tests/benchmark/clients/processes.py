@@ -92,9 +92,9 @@ def measure_step(
     return replace(
         row,
         **{name: join(getattr(one, name) for one in measured) for name, join in _OF_ALL_RANKS.items()},
-        requests=counts.total.requests,
-        sent_bytes=counts.total.body_bytes_in,
-        got_bytes=counts.total.body_bytes_out,
+        requests=counts.requests,
+        sent_bytes=counts.body_bytes_in,
+        got_bytes=counts.body_bytes_out,
         server_cpu_seconds=counts.server_cpu_seconds,
     )
 

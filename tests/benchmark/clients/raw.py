@@ -61,7 +61,6 @@ def _cut(views: Sequence[memoryview], size_bytes: int) -> Iterator[list[memoryvi
 
 
 def put_all(endpoint_url: str, shards: Sequence[RawShard], *, ca_file: str | None) -> None:
-    """One PUT a shard."""
     _at_once(endpoint_url, [partial(_put, shard=shard) for shard in shards], ca_file=ca_file)
 
 

@@ -38,23 +38,14 @@ _FAILURE_CHARACTERS_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Task of a worker.
+    """Task of a worker."""
 
-    Attributes:
-        client: One of `CLIENTS`; the actions "background" and "train" are ours alone.
-        step: What is done.
-        url: Where.
-        state: One of `SHAPES`.
-        options: Of the store.
-        store_port: Where ranks meet; 0 for one rank.
-    """
-
-    client: str
+    client: str  # one of `CLIENTS`; the actions "background" and "train" are ours alone
     step: Step
     url: str
-    state: str
-    options: dict[str, object]
-    store_port: int = 0
+    state: str  # one of `SHAPES`
+    options: dict[str, object]  # of the store
+    store_port: int = 0  # where ranks meet; 0 for one rank
 
 
 def run_rank(task: Task, rank: int, told: Connection) -> None:

@@ -31,21 +31,13 @@ _BUDGET_MIB = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """One figure and its limit.
+    """One figure and its limit."""
 
-    Attributes:
-        what: Text in the table.
-        measured: Ratio of medians, or median.
-        at_least: Lower limit; None if there is none.
-        at_most: Upper limit; None if there is none. Exactly one of the two is None.
-        unit: Text behind the numbers.
-    """
-
-    what: str
-    measured: float
-    at_least: float | None = None
-    at_most: float | None = None
-    unit: str = " x"
+    what: str  # text in the table
+    measured: float  # ratio of medians, or median
+    at_least: float | None = None  # lower limit; None if there is none
+    at_most: float | None = None  # upper limit; None if there is none. Exactly one of the two is None.
+    unit: str = " x"  # text behind the numbers
 
     @property
     def reached(self) -> bool:

@@ -47,27 +47,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Comparison of clients on one server.
-
-    Attributes:
-        name: Name in tables.
-        state: One of `state.SHAPES`.
-        groups: Groups, interleaved: each round runs each of them once, and begins with another.
-        rounds: Number of rounds.
-        tls: Whether the server uses TLS.
-        server: Behavior of the server.
-        ceph: Whether Ceph's gateway is the server instead, a new one for each group.
-        server_bytes: Space on the server for what is saved, in bytes.
-    """
+    """Comparison of clients on one server."""
 
     name: str
-    state: str
-    groups: tuple[Group, ...]
+    state: str  # one of `state.SHAPES`
+    groups: tuple[Group, ...]  # interleaved: each round runs each of them once, and begins with another
     rounds: int = 5
     tls: bool = False
     server: Shape = Shape()  # noqa: RUF009  # frozen
-    ceph: bool = False
-    server_bytes: int = 3 * GiB
+    ceph: bool = False  # whether Ceph's gateway is the server instead, a new one for each group
+    server_bytes: int = 3 * GiB  # for what is saved
 
     def turns(self) -> Iterator[tuple[int, Group]]:
         """Yield the number of the round and the group, in order."""

@@ -13,60 +13,34 @@ from dcp_remote.common.units import GiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Cost of a step on one rank.
+    """Cost of a step on one rank."""
 
-    Attributes:
-        wall_seconds: Seconds from one barrier to the next; in "train", seconds in which saves were under way.
-        cpu_seconds: CPU seconds of all threads of this process.
-        state_bytes: Size of the tensors, in bytes.
-        above_state_bytes: Peak of resident memory, in bytes, less that at the start.
-        first_blocked_seconds: Seconds until the first call of `save` returned; "background" and "train" only.
-        blocked_seconds: Seconds until a later call of `save` returned; "background" and "train" only.
-        steps_per_second: Training steps per second during a save, after its call returned; "train" only.
-        alone_steps_per_second: Training steps per second without a save, in the same process; "train" only.
-        saves: Number of saves; "train" only.
-    """
-
-    wall_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    state_bytes: int = 0
-    above_state_bytes: int = 0
-    first_blocked_seconds: float = 0.0
-    blocked_seconds: float = 0.0
-    steps_per_second: float = 0.0
-    alone_steps_per_second: float = 0.0
-    saves: int = 0
+    wall_seconds: float = 0.0  # seconds from one barrier to the next; in "train", seconds in which saves were under way
+    cpu_seconds: float = 0.0  # CPU seconds of all threads of this process
+    state_bytes: int = 0  # size of the tensors, in bytes
+    above_state_bytes: int = 0  # peak of resident memory, in bytes, less that at the start
+    first_blocked_seconds: float = 0.0  # seconds until the first call of `save` returned; "background" and "train" only
+    blocked_seconds: float = 0.0  # seconds until a later call of `save` returned; "background" and "train" only
+    steps_per_second: float = 0.0  # training steps per second during a save, after its call returned; "train" only
+    alone_steps_per_second: float = 0.0  # training steps per second without a save, in the same process; "train" only
+    saves: int = 0  # number of saves; "train" only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(Measured):
-    """Cost of a step on all ranks: sums of CPU and sizes, else the figure of the worst rank.
+    """Cost of a step on all ranks: sums of CPU and sizes, else the figure of the worst rank."""
 
-    Attributes:
-        section: Name of a section of the plan.
-        client: Name of the client.
-        action: One of `plan.Action`.
-        ranks: Number of ranks.
-        beside: One of `plan.Beside`.
-        round: Number of the round, from 0.
-        requests: Number of requests that the server answered.
-        sent_bytes: Bytes of bodies on the wire to the server.
-        got_bytes: Bytes of bodies on the wire from the server.
-        server_cpu_seconds: CPU seconds of the server, on the same machine.
-        failed: Reason why there are no figures; None if there are.
-    """
-
-    section: str
+    section: str  # name of a section of the plan
     client: str
-    action: str
+    action: str  # one of `plan.Action`
     ranks: int
-    beside: str
-    round: int
-    requests: int = 0
-    sent_bytes: int = 0
-    got_bytes: int = 0
-    server_cpu_seconds: float = 0.0
-    failed: str | None = None
+    beside: str  # one of `plan.Beside`
+    round: int  # number of the round, from 0
+    requests: int = 0  # number of requests that the server answered
+    sent_bytes: int = 0  # bytes of bodies on the wire to the server
+    got_bytes: int = 0  # bytes of bodies on the wire from the server
+    server_cpu_seconds: float = 0.0  # CPU seconds of the server, on the same machine
+    failed: str | None = None  # reason why there are no figures; None if there are
 
     @property
     def cpu_seconds_per_gib(self) -> float:
@@ -88,7 +62,6 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Return the results that `to_json` wrote."""
         values = json.loads(text)
         return cls(values["about"], tuple(Row(**row) for row in values["rows"]))
 

@@ -10,7 +10,6 @@ import json
 import time
 from http import HTTPStatus
 
-from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark.server.body import Body
 from tests.benchmark.server.reply import Reply, error_reply
 from tests.benchmark.server.request import Request, S3Error, operation_of, parse_head
@@ -24,7 +23,6 @@ class Connection:
     def __init__(self, service: Service, wire: Wire) -> None:
         self._service = service
         self._wire = wire
-        self._counted = False
 
     def serve(self) -> None:
         """Answer until the client has no more to ask."""
@@ -47,9 +45,6 @@ class Connection:
             return False
         if request.path.startswith("/-/"):
             return self._answer_admin(request)
-        if not self._counted:
-            self._counted = True
-            self._service.counter.connection()
         shape, slow_downs = self._service.shape
         self._wire.pace(shape.bandwidth_bytes_per_second)
         is_slowed = slow_downs.draw(f"{request.bucket}/{request.key}")
@@ -58,21 +53,19 @@ class Connection:
             body = Body(self._wire, request)
             reply = self._reply(operation, request, body, is_slowed=is_slowed)
         except OSError:
-            self._service.counter.request(request.method, operation, "cut", bytes_in=self._wire.bytes_in, bytes_out=0)
+            self._service.counter.request(operation, bytes_in=self._wire.bytes_in, bytes_out=0)
             raise
         close = body.unwanted or not request.keep_alive
         try:
             if shape.latency_ms:
                 time.sleep(shape.latency_ms / 1000)
             size_bytes = reply.body_bytes(request.method)
-            self._service.counter.request(
-                request.method, operation, str(int(reply.status)), bytes_in=self._wire.bytes_in, bytes_out=size_bytes
-            )
+            self._service.counter.request(operation, bytes_in=self._wire.bytes_in, bytes_out=size_bytes)
             try:
                 self._send_reply(request.method, reply, close=close)
             finally:
                 if self._wire.bytes_out < size_bytes:
-                    self._service.counter.unsent(request.method, size_bytes - self._wire.bytes_out)
+                    self._service.counter.unsent(size_bytes - self._wire.bytes_out)
         finally:
             if reply.content is not None:
                 self._service.objects.release(reply.content.pieces)
@@ -82,7 +75,6 @@ class Connection:
         """The answer, once all of the body has come that will."""
         try:
             if is_slowed:
-                self._service.counter.slow_down()
                 raise S3Error(HTTPStatus.SERVICE_UNAVAILABLE, "SlowDown", "Please reduce your request rate.")
             reply = self._service.operations.carry_out(operation, request, body)
         except S3Error as error:
@@ -110,11 +102,7 @@ class Connection:
         self._wire.pace(None)
         body = Body(self._wire, request)
         document = body.read_document()
-        try:
-            answer = self._service.administer(f"{request.method} {request.path}", document)
-        except InvalidArgumentError as error:
-            reply = Reply(HTTPStatus.BAD_REQUEST, body=json.dumps({"error": str(error)}).encode())
-        else:
-            reply = Reply(HTTPStatus.OK, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+        answer = self._service.administer(f"{request.method} {request.path}", document)
+        reply = Reply(HTTPStatus.OK, {"Content-Type": "application/json"}, json.dumps(answer).encode())
         self._send_reply(request.method, reply, close=not request.keep_alive)
         return request.keep_alive

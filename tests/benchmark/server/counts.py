@@ -1,57 +1,29 @@
-"""Counts of the benchmark's server: requests, bytes, connections and faults, and their CPU time."""
+"""Counts of the benchmark's server: requests, bytes and their CPU time."""
 
 from __future__ import annotations
 
 import json
 import resource
 import threading
+from collections import Counter as Numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """Requests of one kind.
-
-    Attributes:
-        requests: Whose head arrived.
-        body_bytes_in: As they came over the wire: the frames of chunks and their trailers included, heads not.
-        body_bytes_out: Of answers, heads not.
-        statuses: Requests by the status that they were answered with; "cut" for those that were not: the client went.
-    """
-
-    requests: int = 0
-    body_bytes_in: int = 0
-    body_bytes_out: int = 0
-    statuses: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts of the server since it was started, or reset.
+    """Counts of the server since it was started, or reset."""
 
-    Attributes:
-        total: Of all requests.
-        methods: The same by method.
-        operations: Requests by S3's names for them.
-        connections: On which there was a request. Those that came before a reset are not counted again.
-        slow_downs: Answers 503 by the shape.
-        server_cpu_seconds: User and system, of the process and its children.
-    """
-
-    total: Tally
-    methods: Mapping[str, Tally]
-    operations: Mapping[str, int]
-    connections: int
-    slow_downs: int
-    server_cpu_seconds: float
+    requests: int = 0  # requests whose head arrived
+    body_bytes_in: int = 0  # bytes of their bodies on the wire: frames of chunks and trailers included, heads not
+    body_bytes_out: int = 0  # bytes of the bodies of answers
+    operations: Mapping[str, int] = field(default_factory=dict)  # requests by S3's names for them
+    server_cpu_seconds: float = 0.0  # CPU seconds, user and system, of the process and its children
 
 
 def parse_counts(text: bytes) -> Counts:
     """Read counts from JSON, as the server tells them."""
-    values = json.loads(text)
-    methods = {name: Tally(**tally) for name, tally in values.pop("methods").items()}
-    return Counts(**(values | {"total": Tally(**values["total"]), "methods": methods}))
+    return Counts(**json.loads(text))
 
 
 class Counter:
@@ -59,63 +31,37 @@ class Counter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._total = Tally(statuses={})
-        self._methods: dict[str, Tally] = {}
-        self._operations: dict[str, int] = {}
-        self._connections = 0
-        self._slow_downs = 0
-        self._cpu_seconds = _cpu_seconds()
+        self.reset()
 
     def reset(self) -> None:
         """Count from zero."""
         with self._lock:
-            self._clear()
+            self._bytes_in = self._bytes_out = 0
+            self._operations: Numbers[str] = Numbers()
+            self._cpu_seconds = _cpu_seconds()
 
-    def connection(self) -> None:
-        """One more on which there was a request."""
+    def request(self, operation: str, *, bytes_in: int, bytes_out: int) -> None:
+        """Count a request, with all bytes that its answer has: it is counted before they leave."""
         with self._lock:
-            self._connections += 1
+            self._bytes_in += bytes_in
+            self._bytes_out += bytes_out
+            self._operations[operation] += 1
 
-    def slow_down(self) -> None:
-        """One more answer 503 by the shape."""
-        with self._lock:
-            self._slow_downs += 1
-
-    def request(self, method: str, operation: str, status: str, *, bytes_in: int, bytes_out: int) -> None:
-        """One more, with all bytes that its answer has: it is counted before they leave."""
-        with self._lock:
-            self._total = _tallied(self._total, 1, status, bytes_in, bytes_out)
-            self._methods[method] = _tallied(self._methods.get(method, Tally()), 1, status, bytes_in, bytes_out)
-            self._operations[operation] = self._operations.get(operation, 0) + 1
-
-    def unsent(self, method: str, size_bytes: int) -> None:
+    def unsent(self, size_bytes: int) -> None:
         """Take back bytes of a counted request: so much of the answer did not leave."""
         with self._lock:
-            if method in self._methods:  # else reset since
-                self._total = _tallied(self._total, 0, None, 0, -size_bytes)
-                self._methods[method] = _tallied(self._methods[method], 0, None, 0, -size_bytes)
+            self._bytes_out = max(0, self._bytes_out - size_bytes)  # reset since, if there are not as many
 
     def counts(self) -> Counts:
-        """All of them at one moment."""
+        """Return all of them at one moment."""
         with self._lock:
             return Counts(
-                total=self._total,
-                methods=dict(self._methods),
+                requests=self._operations.total(),
+                body_bytes_in=self._bytes_in,
+                body_bytes_out=self._bytes_out,
                 operations=dict(self._operations),
-                connections=self._connections,
-                slow_downs=self._slow_downs,
                 server_cpu_seconds=_cpu_seconds() - self._cpu_seconds,
             )
-
-
-def _tallied(tally: Tally, requests: int, status: str | None, bytes_in: int, bytes_out: int) -> Tally:
-    statuses = dict(tally.statuses)
-    if status is not None:
-        statuses[status] = statuses.get(status, 0) + 1
-    return Tally(tally.requests + requests, tally.body_bytes_in + bytes_in, tally.body_bytes_out + bytes_out, statuses)
 
 
 def _cpu_seconds() -> float:

@@ -6,7 +6,6 @@ that is replaced or deleted while somebody reads it stays whole for that reader.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import os
 import threading
@@ -38,7 +37,6 @@ class Object:
     pieces: tuple[Piece, ...]
     etag: str
     modified_seconds: float
-    headers: Mapping[str, str]
     checksums: Mapping[str, str]
 
     @property
@@ -70,46 +68,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An object that comes in parts, by their numbers; its headers were told when it began."""
+    """An object that comes in parts, by their numbers."""
 
     bucket: str
     key: str
-    headers: Mapping[str, str]
     parts: dict[int, Part] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Page of a listing: its entries in order, and the key after which the next page begins."""
-
-    objects: Sequence[tuple[str, Object]]
-    prefixes: Sequence[str]
-    last: str | None
-
-
-def find_page(
-    keys: Sequence[str], *, prefix: str, delimiter: str, after: str, limit: int
-) -> tuple[list[str], list[str], str | None]:
-    """Keys, common prefixes, and the last key passed if there are more; pure. `keys` are sorted."""
-    found: list[str] = []
-    prefixes: list[str] = []
-    last = None
-    number = max(bisect.bisect_left(keys, prefix), bisect.bisect_right(keys, after) if after else 0)
-    while number < len(keys) and keys[number].startswith(prefix):
-        if len(found) + len(prefixes) >= limit:
-            return found, prefixes, last
-        key = keys[number]
-        cut = key.find(delimiter, len(prefix)) if delimiter else -1
-        if cut < 0:
-            found.append(key)
-            number += 1
-        else:
-            common = key[: cut + len(delimiter)]
-            prefixes.append(common)
-            while number < len(keys) and keys[number].startswith(common):
-                number += 1
-        last = keys[number - 1]
-    return found, prefixes, None
 
 
 class Objects:
@@ -197,13 +160,22 @@ class Objects:
         for there in gone:
             self.release(there.pieces)
 
-    def page(self, bucket: str, *, prefix: str, delimiter: str, after: str, limit: int) -> Page:
-        """One page. Sorted anew each time: there are few listings, and none is measured for its own sake."""
+    def listed(
+        self, bucket: str, *, prefix: str, delimiter: str, after: str
+    ) -> tuple[list[tuple[str, Object]], list[str]]:
+        """Return keys and their objects, and common prefixes, sorted; only keys behind `after`."""
+        found: list[tuple[str, Object]] = []
+        prefixes: dict[str, None] = {}
         with self._lock:
-            objects = self._bucket(bucket)
-            keys = sorted(objects)  # by code points, which is the order of their UTF-8
-            found, prefixes, last = find_page(keys, prefix=prefix, delimiter=delimiter, after=after, limit=limit)
-            return Page([(key, objects[key]) for key in found], prefixes, last)
+            for key, there in sorted(self._bucket(bucket).items()):  # by code points, which is the order of their UTF-8
+                if not key.startswith(prefix) or key <= after:
+                    continue
+                cut = key.find(delimiter, len(prefix)) if delimiter else -1
+                if cut < 0:
+                    found.append((key, there))
+                else:
+                    prefixes[key[: cut + len(delimiter)]] = None
+        return found, list(prefixes)
 
     def create_upload(self, upload: Upload) -> str:
         """Begin one, and give it an id."""
@@ -257,7 +229,7 @@ class Objects:
             conditions.require_for_put(key, there.etag if there is not None else None)
             del self._uploads[upload_id]
             pieces = tuple(part.piece for part in parts)
-            new = objects[key] = Object(pieces, self.new_etag(), self._now(), upload.headers, {})
+            new = objects[key] = Object(pieces, self.new_etag(), self._now(), {})
         used = {id(part) for part in parts}
         self.release(part.piece for part in upload.parts.values() if id(part) not in used)
         if there is not None:

@@ -80,7 +80,7 @@ class Request:
 
 
 def parse_head(head: bytes) -> Request:
-    """Read a head, without the empty line at its end. The bucket is that of the path, or of a `.localhost` name."""
+    """Read a head, without the empty line at its end. The bucket is that of the path."""
     lines = head.decode("latin-1").split("\r\n")
     try:
         method, target, protocol = lines[0].split(" ")
@@ -96,11 +96,7 @@ def parse_head(head: bytes) -> Request:
         asked = dict(parse_qsl(query, keep_blank_values=True))
     except ValueError as error:
         raise S3Error(HTTPStatus.BAD_REQUEST, "BadRequest", f"This is no request: {lines[0][:200]!r}") from error
-    host = headers.get("host", "").rsplit(":", 1)[0]
-    if host.endswith(".localhost") and not decoded.startswith("/-/"):
-        bucket, key = host.removesuffix(".localhost"), decoded[1:]
-    else:
-        bucket, _, key = decoded[1:].partition("/")
+    bucket, _, key = decoded[1:].partition("/")
     connection = headers.get("connection", "keep-alive" if protocol == "HTTP/1.1" else "close").lower()
     return Request(method, decoded, asked, headers, bucket, key, keep_alive="close" not in connection)
 

@@ -5,7 +5,7 @@
         server.shape(Shape(latency_ms=100, slow_down_share=0.05))
         server.reset()
         ...
-        print(server.counts().total.requests)
+        print(server.counts().requests)
 
 Bodies lie in one file in shared memory (`space.py`), which the kernel fills and empties (`wire.py`).
 
@@ -46,7 +46,7 @@ from tests.benchmark.server.certificates import make_certificates
 from tests.benchmark.server.connection import Connection
 from tests.benchmark.server.counts import Counts, parse_counts
 from tests.benchmark.server.service import Service
-from tests.benchmark.server.shape import Shape, parse_shape
+from tests.benchmark.server.shape import Shape
 from tests.benchmark.server.wire import Wire
 
 # A shape is what a server is started with.
@@ -61,17 +61,11 @@ STOP_SECONDS_MAX = 5.0
 
 @dataclass(frozen=True, slots=True)
 class BenchServer:
-    """A server that runs.
+    """A server that runs."""
 
-    Attributes:
-        endpoint_url: Where it listens, on the loopback interface only.
-        pid: Its process.
-        ca_file: What clients trust it by; None over http.
-    """
-
-    endpoint_url: str
+    endpoint_url: str  # where it listens, on the loopback interface only
     pid: int
-    ca_file: Path | None
+    ca_file: Path | None  # what clients trust it by; None over http
 
     @property
     def storage_options(self) -> dict[str, str]:
@@ -97,21 +91,20 @@ class BenchServer:
         self._ask("POST", "/-/clear")
 
     def shape(self, shape: Shape) -> None:
-        """Behave so from the next request on, its faults drawn anew from the seed."""
+        """Behave so from the next request on, its faults drawn anew."""
         self._ask("POST", "/-/shape", json.dumps(asdict(shape)).encode())
 
-    def create_bucket(self, name: str) -> None:
-        """Create a bucket, in one request that counts; one that exists already stays as it is."""
-        self._ask("PUT", f"/{name}")
-
-    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def connection(self) -> http.client.HTTPConnection:
+        """Return a connection to it, which its first request opens."""
         parts = urlsplit(self.endpoint_url)
         assert parts.hostname is not None
         if self.ca_file is None:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
-        else:
-            context = ssl.create_default_context(cafile=self.ca_file)
-            connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=60, context=context)
+            return http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+        context = ssl.create_default_context(cafile=self.ca_file)
+        return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=60, context=context)
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        connection = self.connection()
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -128,24 +121,16 @@ class BenchServer:
 @contextmanager
 def bench_server(
     *,
-    size_bytes: int = GiB,
-    folder: Path | None = None,
-    tls: bool = False,
-    verify: bool = False,
-    buckets: Sequence[str] = ("bench",),
-    shape: Shape | None = None,
+    size_bytes: int = GiB,  # room for bodies, taken at once: about a second a GiB
+    folder: Path | None = None,  # where they lie; by default shared memory
+    tls: bool = False,  # https, with certificates made for this server; needs the `openssl` command
+    verify: bool = False,  # refuse bodies whose checksum is wrong; needs awscrt
+    buckets: Sequence[str] = ("bench",),  # made at the start
+    shape: Shape | None = None,  # how it behaves; by default as fast as it can, without faults
 ) -> Iterator[BenchServer]:
     """Run the server in a process of its own while the block runs. What it stores is lost with it.
 
     It is stopped by its own handle, and ends by itself when this process dies in any way.
-
-    Args:
-        size_bytes: Room for bodies, taken at once: about a second a GiB.
-        folder: Where they lie; by default shared memory.
-        tls: https, with certificates made for this server; needs the `openssl` command.
-        verify: Refuse bodies whose checksum is wrong; needs awscrt.
-        buckets: Made at the start.
-        shape: How it behaves; by default as fast as it can, without faults.
     """
     command = [sys.executable, "-m", "tests.benchmark.server.server", "--bytes", str(size_bytes)]
     command += ["--folder", str(folder)] if folder is not None else []
@@ -245,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             size_bytes=options.bytes,
             verify=options.verify,
             buckets=options.bucket,
-            shape=parse_shape(options.shape),
+            shape=Shape(**json.loads(options.shape)),
         )
     except (InvalidArgumentError, OSError) as error:
         _tell(error=str(error))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark.server.checksums import load_digests
 from tests.benchmark.server.counts import Counter
 from tests.benchmark.server.objects import Objects
 from tests.benchmark.server.operations import Operations
-from tests.benchmark.server.shape import Shape, SlowDowns, parse_shape
+from tests.benchmark.server.shape import Shape, SlowDowns
 from tests.benchmark.server.space import Space
 
 
@@ -37,10 +37,8 @@ class Service:
             case "POST /-/clear":
                 self.objects.clear()
             case "POST /-/shape":
-                shape = parse_shape(document)
+                shape = Shape(**json.loads(document))
                 self.shape = (shape, SlowDowns(shape))
             case _:
-                raise InvalidArgumentError(
-                    "Known are GET /-/counts, POST /-/reset, POST /-/clear and POST /-/shape.", asked=asked
-                )
+                raise AssertionError(asked)
         return {}

@@ -1,18 +1,15 @@
 """Behaviour of the benchmark's server: its latency and bandwidth, and which requests fail. No sockets here.
 
-What fails is drawn from a seed and from what is asked, so runs that ask alike fail alike, whatever their threads do.
+What fails is drawn from what is asked, so runs that ask alike fail alike, whatever their threads do.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import threading
 import time
-from dataclasses import dataclass, fields
-
-from dcp_remote.errors import InvalidArgumentError
+from dataclasses import dataclass
 
 # At a bandwidth, slices of 20 ms: finer ones cost CPU, coarser ones arrive in bursts.
 _SLICE_SECONDS = 0.02
@@ -21,54 +18,20 @@ _SLICE_BYTES_MIN = 4 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Behaviour of the server.
+    """Behaviour of the server."""
 
-    Attributes:
-        latency_ms: Waited before each answer.
-        bandwidth_bytes_per_second: Of each connection, each direction; None for all there is.
-        slow_down_share: Share of requests that are answered 503 SlowDown, the body having been read. Drawn by the seed,
-            the key and how often that key was asked for; no key fails twice in a row.
-        seed: Seed by which the share is drawn.
-    """
-
-    latency_ms: float = 0.0
-    bandwidth_bytes_per_second: float | None = None
+    latency_ms: float = 0.0  # waited before each answer
+    bandwidth_bytes_per_second: float | None = None  # of each connection, each direction; None for all there is
+    # Share of requests that are answered 503 SlowDown, the body having been read. Drawn by the key and how often that
+    # key was asked for; no key fails twice in a row.
     slow_down_share: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse what no server could do."""
-        if not 0 <= self.slow_down_share <= 1:
-            raise InvalidArgumentError("A share lies between 0 and 1.", slow_down_share=self.slow_down_share)
-        if not 0 <= self.latency_ms < math.inf:
-            raise InvalidArgumentError("A latency is finite and not negative.", latency_ms=self.latency_ms)
-        bandwidth = self.bandwidth_bytes_per_second
-        if bandwidth is not None and not 0 < bandwidth < math.inf:
-            raise InvalidArgumentError("A bandwidth is positive and finite.", bandwidth_bytes_per_second=bandwidth)
-
-
-def parse_shape(text: str | bytes) -> Shape:
-    """Read a shape from JSON; what is not named is at its default."""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise InvalidArgumentError("A shape is an object of JSON.", text=text) from error
-    known = {field_.name for field_ in fields(Shape)}
-    if not isinstance(values, dict) or values.keys() - known:
-        raise InvalidArgumentError(f"A shape is an object of {', '.join(sorted(known))}.", text=text)
-    if any(isinstance(value, bool) or not isinstance(value, int | float | None) for value in values.values()):
-        raise InvalidArgumentError("The values of a shape are numbers.", text=text)
-    try:
-        return Shape(**values)
-    except TypeError as error:
-        raise InvalidArgumentError("The values of a shape are numbers.", text=text) from error
 
 
 class SlowDowns:
     """Requests that fail, drawn from a shape."""
 
     def __init__(self, shape: Shape) -> None:
-        self._seed, self._share = shape.seed, shape.slow_down_share
+        self._share = shape.slow_down_share
         self._lock = threading.Lock()
         self._asked: dict[str, int] = {}
         self._failed: set[str] = set()
@@ -82,7 +45,7 @@ class SlowDowns:
             if name in self._failed:
                 self._failed.remove(name)
                 return False
-            digest = hashlib.blake2b(f"{self._seed} {asked} {name}".encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(f"{asked} {name}".encode(), digest_size=8).digest()
             is_failed = int.from_bytes(digest, "big") / 2**64 < self._share
             if is_failed:
                 self._failed.add(name)

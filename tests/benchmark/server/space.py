@@ -30,19 +30,12 @@ class NoRoomError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Extent:
-    """A part of the file.
+    """A part of the file."""
 
-    Attributes:
-        start: A page's.
-        stop: A page's.
-        holders: Objects, parts, and requests that receive or send it.
-        sent: Connections that sent it and may have some of it on the way.
-    """
-
-    start: int
-    stop: int
-    holders: int = 1
-    sent: int = 0
+    start: int  # a page's
+    stop: int  # a page's
+    holders: int = 1  # objects, parts, and requests that receive or send it
+    sent: int = 0  # connections that sent it and may have some of it on the way
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,16 +35,11 @@ class GoneError(ConnectionError):
 
 
 class Wire:
-    """A connected socket, in one thread.
-
-    Attributes:
-        bytes_in: Of the body of the request that was begun last, as they came over the wire.
-        bytes_out: Of its answer's body.
-    """
+    """A connected socket, in one thread."""
 
     def __init__(self, space: Space, connected: socket.socket, tls: ssl.SSLContext | None) -> None:
-        self.bytes_in = 0
-        self.bytes_out = 0
+        self.bytes_in = 0  # of the body of the request that was begun last, as they came over the wire
+        self.bytes_out = 0  # of its answer's body
         self._space = space
         self._socket = connected
         self._tls = tls
@@ -133,7 +128,6 @@ class Wire:
             size_bytes -= count
 
     def _until(self, end: bytes, limit_bytes: int) -> bytes:
-        """Return the bytes up to this end, and the end."""
         looked = self._start
         while (at := self._buffer.find(end, looked, self._stop)) < 0:
             if self._stop - self._start >= limit_bytes:
