@@ -89,7 +89,7 @@ def element(tag: Literal["h1", "h2", "p"], text: str) -> Markup:
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int, wide: int = 60) -> Markup:
-    """Return a table, folded if it is long; the first `right` columns are flush right, cells have `wide` characters."""
+    """Return a table, folded if it is long; `right` columns are flush right, cells have `wide` characters at most."""
     sides = [' class="number"' if column < right else "" for column in range(len(header))]
     head = "".join(f'<th scope="col"{side}>{escape(name)}</th>' for name, side in zip(header, sides, strict=True))
     body = ""

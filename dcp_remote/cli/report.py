@@ -75,7 +75,7 @@ def _make_parts(catalog: Catalog, usage: Usage) -> Iterator[Markup]:
         "checkpoints": f"{len(catalog.entries)}, of which the newest {len(entries)} are in this report",
         "newest": "none" if newest is None else f"step {newest.step}, saved {newest.created}",
         "stored": human_bytes(sum(usage.sizes.values())) + " in shards" + " or more" * bool(usage.unreadable),
-        "jobs": f"{catalog.token} took the run over; {len(jobs)} of them saved what is live",
+        "jobs": f"{catalog.token} took the run over; {len(jobs)} of them saved what is shown",
         "may save": f"job {catalog.token}: {catalog.holder or 'not described'}",
     }
     for state, chosen in {
@@ -110,7 +110,7 @@ def _show_checkpoints(entries: Sequence[Entry], jobs: Sequence[list[Entry]], usa
         Series("left", [at[entry] for entry in at if entry.abandoned], "abandoned"),
         Series("kept", [at[entry] for entry in at if entry.pinned or entry.names], "pinned or named"),
     ]
-    yield page.plot("Step by time (UTC), a line for each job", timeline, form_x=_format_time, form_y=_format_step)
+    yield page.plot("Step by time (UTC)", timeline, form_x=_format_time, form_y=_format_step)
     own_bytes = {entry: usage.own_bytes(entry) for entry in entries}
     sizes = [
         Series("thin", [(entry.step, entry.size_bytes) for entry in entries], "size"),
