@@ -47,7 +47,7 @@ def report(
     share, and metrics as curves. Costs a GET of the catalog and one of each manifest. Exit code 1 if a manifest cannot
     be read.
     """
-    path = Path(file or "report.html")
+    path = Path("report.html" if file is None else file)
     if is_remote(file):
         raise InvalidArgumentError("The report can only be written to a local file. Name one by -o.")
     if file is None and path.exists():
@@ -75,7 +75,7 @@ def _make_parts(catalog: Catalog, usage: Usage) -> Iterator[Markup]:
         "checkpoints": f"{len(catalog.entries)}, of which the newest {len(entries)} are in this report",
         "newest": "none" if newest is None else f"step {newest.step}, saved {newest.created}",
         "stored": human_bytes(sum(usage.sizes.values())) + " in shards" + " or more" * bool(usage.unreadable),
-        "jobs": f"{catalog.token} took the run over; {len(jobs)} of them saved what is shown",
+        "jobs": f"{len(jobs)} saved what is shown; the token, which each job raises, is {catalog.token}",
         "may save": f"job {catalog.token}: {catalog.holder or 'not described'}",
     }
     for state, chosen in {

@@ -89,7 +89,7 @@ def test_tells_what_the_documents_tell(cli: CommandLine, run: LocalStore) -> Non
     assert page.tables["jobs"][1][:5] == ["1", "3", "4", "100 to 300", ""]
     assert page.tables["jobs"][2][:5] == ["3", "2", "4", "250 to 400", "went back from step 300, 0 s later"]
     summary = dict(page.tables["summary"])
-    assert summary["jobs"] == "3 took the run over; 2 of them saved what is shown"
+    assert summary["jobs"] == "2 saved what is shown; the token, which each job raises, is 3"
     assert (summary["may save"], summary["thinned"]) == ("job 3: gpu-07, pid 4711", "1, 498 B: step 100")
     assert page.tables["2 of 2 metrics"][:3] == [["step", "loss", "acc"], ["100", "0.5", ""], ["200", "0.25", "0.75"]]
 
