@@ -29,6 +29,7 @@ from dcp_remote.cli.labels import pin, tag
 from dcp_remote.cli.ls import ls
 from dcp_remote.cli.output import Output, complain
 from dcp_remote.cli.recover import recover_catalog
+from dcp_remote.cli.report import report
 from dcp_remote.cli.show import show
 from dcp_remote.cli.transfer import export, import_
 from dcp_remote.cli.verify import verify
@@ -66,11 +67,12 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "bench": bench,
     "doctor": doctor,
     "watch": watch,
+    "report": report,
 }
 
-# Commands that write nothing, and that Ctrl-C may end at once (not `verify`, which then prints where to go on). Their
-# options may be abbreviated, since a mistyped one deletes nothing.
-_READING = ("ls", "show", "du", "diff", "watch")
+# Commands that write nothing to a store, and that Ctrl-C may end at once (not `verify`, which then prints where to go
+# on). Their options may be abbreviated, since a mistyped one deletes nothing.
+_READING = ("ls", "show", "du", "diff", "watch", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -45,6 +45,8 @@ class Usage:
             for a shard of which nothing is named.
         named: Shards of each checkpoint whose manifest can be read.
         thinned: Shards that a checkpoint would name without the keys that retention drops, if it has any of those.
+        writers: Software that wrote each checkpoint: versions, and a git commit, by name.
+        world_sizes: Number of ranks that saved each checkpoint.
         unreadable: Errors of the other manifests.
     """
 
@@ -52,6 +54,8 @@ class Usage:
     tops: dict[str, str] = field(default_factory=dict)
     named: dict[Entry, tuple[str, ...]] = field(default_factory=dict)
     thinned: dict[Entry, tuple[str, ...]] = field(default_factory=dict)
+    writers: dict[Entry, Mapping[str, str]] = field(default_factory=dict)
+    world_sizes: dict[Entry, int] = field(default_factory=dict)
     unreadable: dict[Entry, DcpRemoteError] = field(default_factory=dict)
 
     @cached_property
@@ -125,6 +129,7 @@ def read_usage(
         usage.sizes.update(zip(keys, manifest.shards.sizes.tolist(), strict=True))
         usage.tops.update((keys[shard], top) for shard, top in _find_tops(manifest).items())
         usage.named[entry] = keys
+        usage.writers[entry], usage.world_sizes[entry] = manifest.writer, manifest.world_size
         left = drop_keys(manifest, dropped_keys)
         if left is not manifest:
             usage.thinned[entry] = tuple(map(sys.intern, left.shards.keys))
