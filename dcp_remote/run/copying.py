@@ -37,8 +37,8 @@ from dcp_remote.format.catalog import (
     BeginAgainError,
     Catalog,
     Entry,
-    abandon_entries,
     add_entry,
+    mark_entries,
     take_fence,
 )
 from dcp_remote.format.keys import manifest_key, origin
@@ -84,7 +84,8 @@ class CopyReport:
     bytes_expected: int = 0  # of these
     copied: list[Entry] = field(default_factory=list)  # committed at the destination
     present: list[int] = field(default_factory=list)  # steps that the destination had
-    abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked, as in the source
+    abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked as abandoned
+    unmarked: list[int] = field(default_factory=list)  # steps of the destination whose mark was taken away
     gone: list[int] = field(default_factory=list)  # steps that were deleted or thinned while they were copied
     damaged: list[int] = field(default_factory=list)  # steps that were not copied, since they are damaged
     shards: int = 0  # read, verified and put
@@ -168,6 +169,10 @@ class _Copier:
                     raise
                 logger.warning("%s", error)
                 report.damaged.append(entry.step)
+            except CheckpointExistsError:
+                if step is None:
+                    self._mark_abandoned(now)
+                raise
         if step is None:
             self._mark_abandoned(now)
         return report
@@ -331,19 +336,26 @@ class _Copier:
         ) from cause
 
     def _mark_abandoned(self, now: Catalog) -> None:
-        """Mark checkpoints of the destination behind which the source has gone back, so that none of them is newest."""
+        """Mark checkpoints of the destination as abandoned, or take the mark away, so that the newest is the source's.
+
+        A source that is a copy itself may be older than the destination, or have a part of the run: nothing follows
+        from checkpoints that it lacks, or has without a mark.
+        """
         # Read again, after the catalog of the destination: another copier may have brought newer checkpoints than were
         # read first. What is there was live in the source before; what the source has no more, it has given up.
         source = require_run(self._source, retry_seconds=RANGE_RETRY_SECONDS)
-        newest, left = source.latest(), {entry.save_id for entry in source.entries if entry.abandoned}
-        if newest is not None:
-            left |= {entry.save_id for entry in now.entries if entry.step > newest.step}
-        found = [entry for entry in now.entries if entry.save_id in left and not entry.abandoned]
+        newest = source.latest()
+        marks = {entry.save_id: True for entry in source.entries if entry.abandoned}
+        if newest is not None and not source.holder.startswith(_HOLDER):
+            marks = {entry.save_id: True for entry in now.entries if entry.step > newest.step}
+            marks |= {entry.save_id: entry.abandoned for entry in source.entries}
+        found = [entry for entry in now.entries if marks.get(entry.save_id, entry.abandoned) != entry.abandoned]
 
         def change(run: Catalog) -> Catalog:
             self._require_copy(run)
-            return abandon_entries(run, left)
+            return mark_entries(run, {entry.save_id: not entry.abandoned for entry in found})
 
         if found:
             swap(self._destination, change, deadline=Deadline(_COPY_SECONDS))
-        self._report.abandoned = [entry.step for entry in found]
+        self._report.abandoned = [entry.step for entry in found if not entry.abandoned]
+        self._report.unmarked = [entry.step for entry in found if entry.abandoned]

@@ -22,7 +22,8 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Entry
+from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Entry, mark_entries
+from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.copying import copy_checkpoints
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
@@ -209,6 +210,32 @@ def test_a_deleted_newest_checkpoint(source: MemoryStore) -> None:
         manager.run.delete(30, force=True)
     assert copy_checkpoints(source, destination, step=20).abandoned == []
     assert copy_checkpoints(source, destination).abandoned == [30]
+
+
+def test_a_source_that_is_an_older_copy(source: MemoryStore) -> None:
+    """Copy from a copy that has a part of the run: no mark. One that was set is taken away by a copy of the run."""
+    older, destination = MemoryStore(), MemoryStore()
+    copy_checkpoints(source, older, step=20)
+    copy_checkpoints(source, destination)
+    assert copy_checkpoints(older, destination).abandoned == []
+    assert_copied(source, destination)
+    save_ids = {entry.save_id: True for entry in live(destination)}
+    swap(destination, lambda now: mark_entries(now, save_ids), deadline=Deadline(30))
+    assert copy_checkpoints(older, destination).unmarked == []
+    assert copy_checkpoints(source, destination).unmarked == [10, 20, 30]
+    assert_copied(source, destination)
+
+
+def test_marks_beside_a_checkpoint_that_is_not_replaced(source: MemoryStore) -> None:
+    """Go back to 10 and save 20 anew, which is pinned in the copy: it stays, and 30 is not its newest any more."""
+    destination = MemoryStore()
+    copy_checkpoints(source, destination)
+    set_pin(destination, 20, pin=True, deadline=Deadline(30))
+    with CheckpointManager(source, progress=False, resumed_from=10) as manager:
+        manager.save(20, state(20), wait=True, name="best")
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        copy_checkpoints(source, destination)
+    assert [(entry.step, entry.abandoned) for entry in live(destination)] == [(10, False), (20, False), (30, True)]
 
 
 def test_a_pinned_checkpoint_is_not_replaced(source: MemoryStore) -> None:
