@@ -54,7 +54,7 @@ def cp(
         ("marked as abandoned, as in the source, or since they are newer than its newest", report.abandoned),
         ("no longer marked as abandoned, as in the source", report.unmarked),
         ("left out, since they were deleted or thinned meanwhile", report.gone),
-        ("NOT copied, since they are damaged (`dcp-remote verify` says what)", report.damaged),
+        ("NOT copied, since objects of them are damaged (the warnings say which)", report.damaged),
     ):
         if steps:
             out.say(f"{text}: {'steps' if len(steps) > 1 else 'step'} {join_some(steps)}")
