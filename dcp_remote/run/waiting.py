@@ -95,6 +95,13 @@ def watch_run(
         yield from found
 
 
+def require_times(timeout_seconds: float, poll_seconds: float) -> None:
+    """Refuse times of a wait that are not numbers above zero; only the timeout may be infinite."""
+    if timeout_seconds != math.inf:
+        require_timeout(timeout_seconds)
+    require_timeout(poll_seconds, name="poll_seconds")
+
+
 def _wait(
     store: ObjectStore,
     choose: Callable[[Catalog | None], _Found | None],
@@ -105,9 +112,7 @@ def _wait(
     clock: Clock | None,
 ) -> _Found | None:
     """Look at the catalog until `choose` finds something in it, and return that; None if there is nothing in time."""
-    if timeout_seconds != math.inf:
-        require_timeout(timeout_seconds)
-    require_timeout(poll_seconds, name="poll_seconds")
+    require_times(timeout_seconds, poll_seconds)
     deadline = Deadline(timeout_seconds, clock)
     outage = _Outage(store.url, deadline, tells_once=tells_once)
     has_looked_around = False
