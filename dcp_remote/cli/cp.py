@@ -51,9 +51,10 @@ def cp(
         out.say(f"not sent again: {human_bytes(report.bytes_there)}, of shards that several share or that were there")
     for text, steps in (
         ("left out, since the destination has them", report.present),
-        ("marked as abandoned, since the source has gone back", report.abandoned),
+        ("marked as abandoned, as in the source, or since they are newer than its newest", report.abandoned),
+        ("no longer marked as abandoned, as in the source", report.unmarked),
         ("left out, since they were deleted or thinned meanwhile", report.gone),
-        ("NOT copied, since they are damaged (`dcp-remote verify` says what)", report.damaged),
+        ("NOT copied, since objects of them are damaged (the warnings say which)", report.damaged),
     ):
         if steps:
             out.say(f"{text}: {'steps' if len(steps) > 1 else 'step'} {join_some(steps)}")
@@ -64,6 +65,7 @@ def cp(
             "copied": [build_entry(entry) for entry in report.copied],
             "present": report.present,
             "abandoned": report.abandoned,
+            "unmarked": report.unmarked,
             "gone": report.gone,
             "damaged": report.damaged,
             "shards": report.shards,

@@ -64,7 +64,7 @@ def tag(
         number = give_names(store, step, name, move=move, deadline=deadline)
     elif name in entry.names:
         number = entry.step
-        take_names(store, name, deadline=deadline)
+        take_names(store, name, deadline=deadline, save_id=entry.save_id)
     else:
         names = ", ".join(entry.names) or None
         raise InvalidArgumentError("The checkpoint has no such name.", step=entry.step, name=name, names=names)

@@ -12,10 +12,10 @@ from typing import Annotated
 
 from dcp_remote.cli import html_page as page
 from dcp_remote.cli.arguments import StorageOptions, Url, argument
+from dcp_remote.cli.deletions import say_unreadable
 from dcp_remote.cli.html_page import Markup, Series
 from dcp_remote.cli.ls import read_run_catalog
 from dcp_remote.cli.output import Output
-from dcp_remote.cli.rm import say_unreadable
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import human_bytes, human_seconds, join_some
 from dcp_remote.errors import InvalidArgumentError

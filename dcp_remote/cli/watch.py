@@ -12,7 +12,7 @@ from dcp_remote.cli.ls import build_entry, describe_notes
 from dcp_remote.cli.output import Output, complain
 from dcp_remote.common.text import human_bytes
 from dcp_remote.format.catalog import Entry
-from dcp_remote.run.waiting import POLL_SECONDS, watch_run
+from dcp_remote.run.waiting import POLL_SECONDS, require_times, watch_run
 from dcp_remote.storage import open_store
 
 _STDERR = 2
@@ -47,6 +47,7 @@ def watch(
     checkpoint in its environment: DCP_REMOTE_URL, DCP_REMOTE_STEP, DCP_REMOTE_SAVE_ID. If it fails, the next checkpoint
     is waited for, and the exit code is 1 at the end. With --json, each line is a document.
     """
+    require_times(timeout_seconds, poll_seconds)
     store = open_store(url, storage_options)
     out.say(f"{store.url}: waiting for new checkpoints, with a look every {poll_seconds:g} s")
     has_failed = False

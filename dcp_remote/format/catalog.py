@@ -7,7 +7,7 @@ and applies the same function.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dcp_remote.errors import (
@@ -208,10 +208,9 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
 
 
-def abandon_entries(catalog: Catalog, save_ids: Collection[str]) -> Catalog:
-    """Mark checkpoints as abandoned."""
-    marked = (replace(entry, abandoned=True) if entry.save_id in save_ids else entry for entry in catalog.entries)
-    return _with(catalog, marked)
+def mark_entries(catalog: Catalog, marks: Mapping[str, bool]) -> Catalog:
+    """Mark checkpoints as abandoned, or as not abandoned, by their `save_id`."""
+    return _with(catalog, (replace(e, abandoned=marks.get(e.save_id, e.abandoned)) for e in catalog.entries))
 
 
 def thin_entry(

@@ -13,7 +13,7 @@ committed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -28,6 +28,7 @@ from dcp_remote.errors import (
     CheckpointGoneError,
     CorruptCheckpointError,
     DcpRemoteError,
+    FencedError,
     InvalidArgumentError,
     ObjectNotFoundError,
 )
@@ -37,8 +38,8 @@ from dcp_remote.format.catalog import (
     BeginAgainError,
     Catalog,
     Entry,
-    abandon_entries,
     add_entry,
+    mark_entries,
     take_fence,
 )
 from dcp_remote.format.keys import manifest_key, origin
@@ -55,7 +56,7 @@ from dcp_remote.run.lookup import (
     require_no_checkpoint_by_itself,
     require_not_lost,
 )
-from dcp_remote.run.shard_check import ShardPart, group_pieces
+from dcp_remote.run.shard_check import ShardChecker, ShardPart, group_pieces
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -84,9 +85,10 @@ class CopyReport:
     bytes_expected: int = 0  # of these
     copied: list[Entry] = field(default_factory=list)  # committed at the destination
     present: list[int] = field(default_factory=list)  # steps that the destination had
-    abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked, as in the source
+    abandoned: list[int] = field(default_factory=list)  # steps of the destination that were marked as abandoned
+    unmarked: list[int] = field(default_factory=list)  # steps of the destination whose mark was taken away
     gone: list[int] = field(default_factory=list)  # steps that were deleted or thinned while they were copied
-    damaged: list[int] = field(default_factory=list)  # steps that were not copied, since they are damaged
+    damaged: list[int] = field(default_factory=list)  # steps that were not copied, since objects of them are damaged
     shards: int = 0  # read, verified and put
     bytes_copied: int = 0  # of these
     bytes_there: int = 0  # of shards that another checkpoint has, or that an interrupted copy had put
@@ -108,14 +110,15 @@ def copy_checkpoints(
 
     Costs two GETs of the source's catalog and one of the destination's; to begin a copy a LIST, a HEAD and a PUT, and
     to mark abandoned checkpoints a GET and a PUT; for each checkpoint three GETs and two PUTs; for each shard a HEAD, a
-    PUT and a GET per 16 MiB, but none of these if the nearest checkpoint of the copy has the shard. Holds four shards
-    (256 MiB, as dcp_remote writes them) and the pieces of two checkpoints.
+    PUT and a GET per 16 MiB, but the HEAD alone if the nearest checkpoint of the copy has the shard, and none of these
+    if this is the one that was copied just before. Holds four shards (256 MiB, as dcp_remote writes them) and the
+    pieces of two checkpoints.
 
     `on_progress` is called after each shard, by several threads in turn.
 
     Raises:
-        CorruptCheckpointError: The checkpoint that was asked for is damaged, and was not committed. Of a whole run, the
-            others are copied, and the damaged ones are in the report.
+        CorruptCheckpointError: The checkpoint that was asked for is damaged, or a shard of it that an interrupted copy
+            has put, and was not committed. Of a whole run, the others are copied, and these are in the report.
         CheckpointGoneError: The checkpoint that was asked for was deleted or thinned meanwhile.
         InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it (any more).
         FencedError: A job has taken the destination while a checkpoint was copied.
@@ -144,6 +147,7 @@ class _Copier:
         self._source, self._destination = source, destination
         self._catalog = require_run(source, retry_seconds=_LOOK_SECONDS)
         self._report, self._on_progress, self._lock = CopyReport(), on_progress, Lock()
+        self._there: set[str] = set()  # keys of the shards of the checkpoint that was copied last
 
     def copy(self, step: int | str | None, since: int | None) -> CopyReport:
         report, chosen = self._report, list(self._catalog.entries)
@@ -168,6 +172,10 @@ class _Copier:
                     raise
                 logger.warning("%s", error)
                 report.damaged.append(entry.step)
+            except CheckpointExistsError:
+                if step is None:
+                    self._mark_abandoned(now)
+                raise
         if step is None:
             self._mark_abandoned(now)
         return report
@@ -209,12 +217,13 @@ class _Copier:
         manifest = read_entry(self._source, entry)
         assert manifest.run is not None, "the manifest of an entry has a run"
         base = min(now.entries, key=lambda live: abs(live.step - entry.step), default=None)
-        in_base, prefix = self._read_base(base), origin(revision=began, step=entry.step)
+        shards, prefix = _list_shards(manifest), origin(revision=began, step=entry.step)
+        in_base = self._read_base(base, {_hash_key(shard.key) for shard in shards})
         # Each save has its own: another one may name pieces of a shard that an interrupted copy has not verified.
         number = int.from_bytes(digest(entry.save_id.encode())[:4], "big")
         keys: list[str] = []
         new: dict[str, ShardPart] = {}
-        for shard in _list_shards(manifest):
+        for shard in shards:
             copied = in_base.get(_hash_key(shard.key))
             # Other pieces were not verified when the shard was copied.
             if copied is not None and set(copied.iterate_pieces()).issuperset(shard.iterate_pieces()):
@@ -224,6 +233,7 @@ class _Copier:
                 keys.append(ShardNames(0, prefix, _hash_key(shard.key)).key(number))
                 new[keys[-1]] = shard
         self._copy_shards(manifest, new)
+        self._there = set(keys)
 
         key = manifest_key(revision=began, step=entry.step)
         info = RunInfo(now.run_id, entry.step, now.token, began, entry.names, entry.metrics, manifest.run.thinned)
@@ -246,6 +256,10 @@ class _Copier:
         except BeginAgainError as error:
             what = "Objects of the copy were removed meanwhile, by gc or with a checkpoint. Run the same copy again."
             raise BeginAgainError(what, url=self._destination.url, step=entry.step, cause=error) from error
+        except FencedError as error:
+            what = "A job has taken the copy meanwhile, which is a run of its own now. No more is copied there."
+            holder = error.details.get("holder")
+            raise FencedError(what, url=self._destination.url, step=entry.step, holder=holder) from error
         self._report.copied.append(entry)
         return after
 
@@ -258,20 +272,31 @@ class _Copier:
                 step=entry.step,
             )
 
-    def _read_base(self, base: Entry | None) -> dict[str, ShardPart]:
-        """Return the shards of a checkpoint of the copy, by `_hash_key` of their sources."""
+    def _read_base(self, base: Entry | None, hashes: Collection[str]) -> dict[str, ShardPart]:
+        """Return shards of a checkpoint of the copy that are there, of those with these `_hash_key`s of their sources.
+
+        A shard that is missing, or has another length, is copied again by another name.
+        """
         try:
             shards = _list_shards(read_entry(self._destination, base)) if base is not None else []
         except (CheckpointGoneError, CorruptCheckpointError):
             return {}  # its shards are copied again
-        return {shard.key.partition("-rank-00000-")[2][:16]: shard for shard in shards}
+        by_hash = {shard.key.partition("-rank-00000-")[2][:16]: shard for shard in shards}
+        found = {key_hash: shard for key_hash, shard in by_hash.items() if key_hash in hashes}
+        checker = ShardChecker(self._destination, depth="quick", make_deadline=lambda: Deadline(_COPY_SECONDS))
+
+        def is_whole(shard: ShardPart) -> bool:
+            return shard.key in self._there or checker.check(shard) is None
+
+        whole = in_parallel(is_whole, list(found.values()))
+        return {key_hash: shard for (key_hash, shard), is_there in zip(found.items(), whole, strict=True) if is_there}
 
     def _copy_shards(self, manifest: Manifest, shards: Mapping[str, ShardPart]) -> None:
         """Copy shards to keys of the destination, but for those that lie there, or that another copier puts first."""
-        damage: list[DcpRemoteError] = []
+        errors: list[DcpRemoteError] = []
 
         def copy_one(key: str) -> None:
-            if damage:
+            if errors:
                 return
             shard, deadline = shards[key], Deadline(_COPY_SECONDS)
             writing = RetryingStore(self._destination, deadline)
@@ -281,8 +306,20 @@ class _Copier:
                     return writing.head(key)
                 return None
 
-            is_there = look() is not None
+            def is_whole(found: ObjectInfo | None) -> bool:
+                if found is not None and found.size_bytes != shard.size_bytes:
+                    raise CorruptCheckpointError(
+                        "A shard that an interrupted copy has put has another length. Remove it (`dcp-remote gc "
+                        "--delete --grace-hours 0`), then copy again.",
+                        url=self._destination.url,
+                        key=key,
+                        size_bytes=found.size_bytes,
+                        expected=shard.size_bytes,
+                    )
+                return found is not None
+
             try:
+                is_there = is_whole(look())
                 if not is_there:
                     body = self._read_shard(manifest, shard, RetryingStore(self._source, deadline))
                     put_until_settled(
@@ -291,12 +328,12 @@ class _Copier:
                         body,
                         None,
                         look=look,
-                        decide=lambda there, _: body if there is None else None,  # else another copier has put it
+                        decide=lambda there, _: None if is_whole(there) else body,  # another copier may have put it
                         unknown=lambda failure: failure,
                         backoff=Backoff(deadline),
                     )
-            except (CheckpointGoneError, CorruptCheckpointError) as error:
-                damage.append(error)  # raised once the others have ended, whose memory and progress would outlive this
+            except DcpRemoteError as error:
+                errors.append(error)  # raised once the others have ended, whose memory and progress would outlive this
                 return
             with self._lock:
                 if is_there:
@@ -307,8 +344,8 @@ class _Copier:
                 self._on_progress(self._report)
 
         in_parallel(copy_one, list(shards))
-        if damage:
-            raise damage[0]
+        if errors:
+            raise errors[0]
 
     def _read_shard(self, manifest: Manifest, shard: ShardPart, store: ObjectStore) -> memoryview:
         """Read and verify a shard; once more, by another way, if it is damaged."""
@@ -331,19 +368,26 @@ class _Copier:
         ) from cause
 
     def _mark_abandoned(self, now: Catalog) -> None:
-        """Mark checkpoints of the destination behind which the source has gone back, so that none of them is newest."""
+        """Mark checkpoints of the destination as abandoned, or take the mark away, so that the newest is the source's.
+
+        A source that is a copy itself may be older than the destination, or have a part of the run: nothing follows
+        from checkpoints that it lacks, or has without a mark.
+        """
         # Read again, after the catalog of the destination: another copier may have brought newer checkpoints than were
         # read first. What is there was live in the source before; what the source has no more, it has given up.
         source = require_run(self._source, retry_seconds=RANGE_RETRY_SECONDS)
-        newest, left = source.latest(), {entry.save_id for entry in source.entries if entry.abandoned}
-        if newest is not None:
-            left |= {entry.save_id for entry in now.entries if entry.step > newest.step}
-        found = [entry for entry in now.entries if entry.save_id in left and not entry.abandoned]
+        newest = source.latest()
+        marks = {entry.save_id: True for entry in source.entries if entry.abandoned}
+        if newest is not None and not source.holder.startswith(_HOLDER):
+            marks = {entry.save_id: True for entry in now.entries if entry.step > newest.step}
+            marks |= {entry.save_id: entry.abandoned for entry in source.entries}
+        found = [entry for entry in now.entries if marks.get(entry.save_id, entry.abandoned) != entry.abandoned]
 
         def change(run: Catalog) -> Catalog:
             self._require_copy(run)
-            return abandon_entries(run, left)
+            return mark_entries(run, {entry.save_id: not entry.abandoned for entry in found})
 
         if found:
             swap(self._destination, change, deadline=Deadline(_COPY_SECONDS))
-        self._report.abandoned = [entry.step for entry in found]
+        self._report.abandoned = [entry.step for entry in found if not entry.abandoned]
+        self._report.unmarked = [entry.step for entry in found if entry.abandoned]

@@ -50,14 +50,19 @@ def give_names(
 
 
 def take_names(
-    store: ObjectStore, names: str | Iterable[str], *, deadline: Deadline, owner: Owner | None = None
+    store: ObjectStore,
+    names: str | Iterable[str],
+    *,
+    deadline: Deadline,
+    owner: Owner | None = None,
+    save_id: str | None = None,
 ) -> None:
     """Take names from the checkpoints that have them, which stay. Costs and errors as of `set_pin`.
 
-    Nothing is changed if no checkpoint has one of the names.
+    Nothing is changed if no checkpoint has one of the names. With `save_id`, only that checkpoint loses any.
     """
     given = check_names(names)
-    save_ids: set[str] = set()
+    save_ids = {save_id} if save_id is not None else set[str]()
 
     def change(now: Catalog) -> Catalog | None:
         require_owner(now, owner)

@@ -39,7 +39,8 @@ class Damage:
         kind: "missing", "length" or "bytes" of a shard; "manifest" if a manifest is missing or cannot be read.
         reason: Text for people that says what was found.
         ranges: Damaged bytes of a shard, as far as they are known.
-        steps: Steps of all live checkpoints that name the object, ascending; () for a checkpoint by itself.
+        steps: Steps of the live checkpoints that have one of `entries`, or this manifest, ascending; () if none has
+            one, and for a checkpoint by itself.
         entries: Names of the tensors and objects that need these bytes; all of a shard that is missing.
     """
 

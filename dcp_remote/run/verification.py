@@ -42,8 +42,8 @@ _CHECKS_IN_FLIGHT = 16
 # Shards after which the place to go on from is reported; so many that threads seldom wait for the last of them.
 _BATCH = 32
 
-# Place in a run: a step, with as many digits as sort it, and the key of a shard.
-_PLACE = re.compile(r"\d{12,}:shards/", re.ASCII)
+# Place in a run: a step, with the digits of the highest one that there can be, and the key of a shard.
+_PLACE = re.compile(r"\d{16}:shards/", re.ASCII)
 
 # Entries of checkpoints; None stands for a checkpoint by itself.
 _Entries: TypeAlias = Sequence[Entry | None]
@@ -93,7 +93,7 @@ def verify(
     catalog = catalog_of(counting, retry_seconds=retry_seconds)
     entries: _Entries = [None]
     if after and catalog is not None and _PLACE.match(after) is None:
-        raise InvalidArgumentError("after must be a place in a run, such as 000000000100:shards/….", after=after)
+        raise InvalidArgumentError("after must be a place in a run, such as 0000000000000100:shards/….", after=after)
     if catalog is not None:
         entries = catalog.entries if step is None else [find_entry(catalog, step, url=store.url)]
     elif step is not None:
@@ -140,7 +140,7 @@ class _Walk:
             shards, groups = manifest.shards, group_pieces(manifest)
             for shard in sorted(range(len(groups)), key=shards.keys.__getitem__):
                 own = groups[shard][is_new[groups[shard]]]
-                place = shards.keys[shard] if entry is None else f"{entry.step:012d}:{shards.keys[shard]}"
+                place = shards.keys[shard] if entry is None else f"{entry.step:016d}:{shards.keys[shard]}"
                 if len(own) and place > after:
                     yield place, ShardPart.of(manifest, shard, own)
 
@@ -172,8 +172,8 @@ class _Walk:
             if isinstance(manifest, Manifest):  # others were found before, deleted, or not asked for
                 for key, entries in _name_damaged(manifest, damaged):
                     damage = named.get(key, damaged[key])
-                    names = tuple(sorted(entries.union(damage.entries)))
-                    named[key] = replace(damage, steps=damage.steps + _steps_of(entry), entries=names)
+                    names, steps = tuple(sorted(entries.union(damage.entries))), _steps_of(entry) if entries else ()
+                    named[key] = replace(damage, steps=damage.steps + steps, entries=names)
         if damaged and not named and live == [None]:
             raise CheckpointGoneError("The checkpoint was replaced meanwhile. Verify again.", url=self._store.url)
         changed = tuple(entry.step for entry in self._entries if entry is not None and entry.manifest not in keys)

@@ -68,11 +68,11 @@ def watch_run(
 ) -> Iterator[Entry]:
     """Yield each checkpoint that is committed from now on, until none has come for `timeout_seconds`.
 
-    With `after`, also those that are there with a higher step. Checkpoints of one look come by ascending step; one that
-    is deleted between two looks is missed. After a rollback, new checkpoints of lower steps are yielded as well. An
-    outage is waited out, and said once.
+    With `after`, also those that are there with a higher step. The lowest step of a look comes first, then the run is
+    looked at again; a checkpoint that is deleted between two looks is missed. After a rollback, new checkpoints of
+    lower steps are yielded as well. An outage is waited out, and said once.
 
-    Costs a GET of the catalog per look: at once, after each pause, and after the checkpoints of a look were taken.
+    Costs a GET of the catalog per look: at once, after each pause, and after each checkpoint that was taken.
     """
     known: set[str] | None = None  # save_ids of the catalog at the last look
 
@@ -86,13 +86,20 @@ def watch_run(
             new = [entry for entry in live if entry.save_id not in known]
         # A lost catalog that is rebuilt has the checkpoints that were known.
         if catalog is not None or known is None:
-            known = {entry.save_id for entry in entries}
-        return new
+            known = {entry.save_id for entry in entries}.difference(entry.save_id for entry in new[1:])
+        return new[:1]
 
     while found := _wait(
         store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, tells_once=True, clock=clock
     ):
         yield from found
+
+
+def require_times(timeout_seconds: float, poll_seconds: float) -> None:
+    """Refuse times of a wait that are not numbers above zero; only the timeout may be infinite."""
+    if timeout_seconds != math.inf:
+        require_timeout(timeout_seconds)
+    require_timeout(poll_seconds, name="poll_seconds")
 
 
 def _wait(
@@ -105,9 +112,7 @@ def _wait(
     clock: Clock | None,
 ) -> _Found | None:
     """Look at the catalog until `choose` finds something in it, and return that; None if there is nothing in time."""
-    if timeout_seconds != math.inf:
-        require_timeout(timeout_seconds)
-    require_timeout(poll_seconds, name="poll_seconds")
+    require_times(timeout_seconds, poll_seconds)
     deadline = Deadline(timeout_seconds, clock)
     outage = _Outage(store.url, deadline, tells_once=tells_once)
     has_looked_around = False

@@ -78,7 +78,7 @@ def test_what_is_refused(cli: CommandLine, run: Path, tmp_path: Path) -> None:
     cli.fail("cp", run, tmp_path / "copy", "--step", 10, says="dcp-remote verify")
     assert not list(tmp_path.glob("copy/manifests/*"))
     shown = cli.run("cp", run, tmp_path / "copy", code=1)
-    assert shown.lines[-1].startswith("NOT copied, since they are damaged (`dcp-remote verify` says what): step")
+    assert shown.lines[-1].startswith("NOT copied, since objects of them are damaged (the warnings say which): step")
 
 
 def test_progress_on_a_terminal(cli: CommandLine, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_after_an_interruption_it_goes_on(
     assert shown.out == ""
     found, place, *reason = shown.err.splitlines()[-2 - (code == 3) :]
     assert found.startswith(f"damaged, or deleted meanwhile: {paths[0]}: ")
-    assert place == f"to go on: --after 000000000001:{paths[1]}"
+    assert place == f"to go on: --after 0000000000000001:{paths[1]}"
     assert [line.startswith("dcp-remote: Injected.") for line in reason] == [True] * (code == 3)
     document = verified(cli, run, "--deep", "--after", place.split()[-1], code=1)
     assert (document["shards"], [damage["key"] for damage in document["damage"]]) == (1, [paths[-1]])

@@ -113,6 +113,7 @@ def test_wrong_calls(cli: CommandLine, run: tuple[Path, list[Entry]], caplog: py
     """Give a timeout of nothing, and a run that has lost its catalog: an error; a mistyped run: similar ones."""
     shown = cli.run("watch", run[0], "--timeout", 0, code=2)
     assert "--timeout must be a number above zero" in shown.err
+    assert shown.out == ""
     assert "--interval must be a number above zero" in cli.run("watch", run[0], "--interval", 0, code=2).err
     cli.run("watch", run[0].parent / "rnu", "--timeout", 0.05, code=1)
     assert caplog.messages[-1].endswith("waiting for one. Similar runs beside it: run.")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -22,11 +25,13 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Entry
+from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Entry, mark_entries
+from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.copying import copy_checkpoints
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.labels import set_pin
+from dcp_remote.run.verification import verify
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import WrappedStore
@@ -211,6 +216,32 @@ def test_a_deleted_newest_checkpoint(source: MemoryStore) -> None:
     assert copy_checkpoints(source, destination).abandoned == [30]
 
 
+def test_a_source_that_is_an_older_copy(source: MemoryStore) -> None:
+    """Copy from a copy that has a part of the run: no mark. One that was set is taken away by a copy of the run."""
+    older, destination = MemoryStore(), MemoryStore()
+    copy_checkpoints(source, older, step=20)
+    copy_checkpoints(source, destination)
+    assert copy_checkpoints(older, destination).abandoned == []
+    assert_copied(source, destination)
+    save_ids = {entry.save_id: True for entry in live(destination)}
+    swap(destination, lambda now: mark_entries(now, save_ids), deadline=Deadline(30))
+    assert copy_checkpoints(older, destination).unmarked == []
+    assert copy_checkpoints(source, destination).unmarked == [10, 20, 30]
+    assert_copied(source, destination)
+
+
+def test_marks_beside_a_checkpoint_that_is_not_replaced(source: MemoryStore) -> None:
+    """Go back to 10 and save 20 anew, which is pinned in the copy: it stays, and 30 is not its newest any more."""
+    destination = MemoryStore()
+    copy_checkpoints(source, destination)
+    set_pin(destination, 20, pin=True, deadline=Deadline(30))
+    with CheckpointManager(source, progress=False, resumed_from=10) as manager:
+        manager.save(20, state(20), wait=True, name="best")
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        copy_checkpoints(source, destination)
+    assert [(entry.step, entry.abandoned) for entry in live(destination)] == [(10, False), (20, False), (30, True)]
+
+
 def test_a_pinned_checkpoint_is_not_replaced(source: MemoryStore) -> None:
     """Pin a checkpoint at the destination, of whose step the source has another save: refused."""
     destination = MemoryStore()
@@ -280,6 +311,33 @@ def interrupted(source: MemoryStore) -> MemoryStore:
     return destination
 
 
+class FailingOnce(WrappedStore):
+    """Store that refuses one shard once another one is on its way, which takes a while."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.is_slow_begun, self.is_slow_ended, self._lock = Event(), Event(), Lock()
+
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        if not key.startswith("shards/"):
+            return super().put(key, buffers, condition=condition)
+        if self._lock.acquire(blocking=False):
+            self.is_slow_begun.wait(30)
+            raise crash()
+        self.is_slow_begun.set()
+        time.sleep(0.2)
+        self.is_slow_ended.set()
+        return super().put(key, buffers, condition=condition)
+
+
+def test_no_shard_is_on_its_way_after_an_error(source: MemoryStore) -> None:
+    """Refuse a shard while another one is put: the error is raised once both have ended."""
+    failing = FailingOnce(MemoryStore())
+    with pytest.raises(PermissionDeniedError):
+        copy_checkpoints(source, failing, step=20)
+    assert failing.is_slow_ended.is_set()
+
+
 def test_goes_on_with_shards_that_are_there(source: MemoryStore) -> None:
     """Interrupt a copy: what was put is neither read nor put again."""
     destination = interrupted(source)
@@ -290,6 +348,45 @@ def test_goes_on_with_shards_that_are_there(source: MemoryStore) -> None:
     assert set(shard_keys(reading, "get_into")) == distinct_shards(source) - set(of_first.keys)
     assert report.shards == len(distinct_shards(source)) - len(of_first.keys)
     assert_copied(source, destination)
+
+
+def cut(store: MemoryStore, key: str) -> None:
+    """Drop the last byte of an object without the store."""
+    found = store.space.objects[key]
+    store.space.objects[key] = replace(found, data=found.data[:-1])
+
+
+def test_a_shard_of_an_interrupted_copy_is_cut(source: MemoryStore) -> None:
+    """Cut a shard that an interrupted copy has put: the error names it, and no checkpoint does; gc removes it."""
+    destination = interrupted(source)
+    key = next(key for key in destination.space.objects if key.startswith("shards/"))
+    cut(destination, key)
+    with pytest.raises(CorruptCheckpointError, match="another length") as caught:
+        copy_checkpoints(source, destination, step=10)
+    assert caught.value.details["key"] == key
+    assert live(destination) == ()
+    assert copy_checkpoints(source, copied(destination)).damaged == [10]
+    remove_orphans(destination, grace_seconds=0)
+    copy_checkpoints(source, destination)
+    assert_copied(source, destination)
+
+
+@pytest.mark.parametrize("damage", [cut, lambda store, key: store.delete([key])], ids=["cut", "missing"])
+def test_a_shared_shard_of_the_copy_is_damaged(source: MemoryStore, damage: Callable[..., None]) -> None:
+    """Damage the shard of the frozen tensor in a copy of step 10: the next copy finds that out, and puts it again."""
+    destination = MemoryStore()
+    copy_checkpoints(source, destination, step=10)
+    (key,) = manifest_at(destination, 10).shards.keys
+    for is_damaged in (False, True):
+        store = copied(destination)
+        if is_damaged:
+            damage(store, key)
+        recording = RecordingStore(store)
+        report = copy_checkpoints(source, recording)
+        assert shard_keys(recording, "head").count(key) == 1
+        assert (report.present, report.shards) == ([10], len(distinct_shards(source)) - 1 + is_damaged)
+        assert [key in manifest_at(store, step).shards.keys for step in (20, 30)] == [not is_damaged] * 2
+        assert [one.steps for one in verify(store, depth="quick").damage] == [(10,)] * is_damaged
 
 
 def test_a_step_that_is_saved_anew_after_an_interruption() -> None:
@@ -393,7 +490,7 @@ def test_two_copies_at_once(source: MemoryStore) -> None:
 @pytest.mark.parametrize("faults", [[], [matching(_is_catalog, "response", persistent=True)]], ids=["", "lost answers"])
 def test_a_job_fences_the_destination_meanwhile(source: MemoryStore, faults: list[Fault]) -> None:
     """Take the fence in between two requests of a copy: no more is committed than was then, and the error says so."""
-    fenced = 0
+    refused: list[str] = []
     for number in itertools.count(1):
         destination = MemoryStore()
         at_fence: list[tuple[Entry, ...]] = []
@@ -405,12 +502,13 @@ def test_a_job_fences_the_destination_meanwhile(source: MemoryStore, faults: lis
         meanwhile = MeanwhileStore(FaultyStore(destination, faults), number, take)
         try:
             copy_checkpoints(source, meanwhile)
-        except (FencedError, InvalidArgumentError):
-            fenced += 1
+        except (FencedError, InvalidArgumentError) as error:
+            refused.append(str(error))
         if not meanwhile.acted:
             break
         assert live(destination) == at_fence[0]
-    assert fenced > 10
+    assert len(refused) > 10
+    assert not [text for text in refused if "stop this" in text]  # as jobs are told
 
 
 def test_a_checkpoint_that_is_pinned_meanwhile(source: MemoryStore) -> None:

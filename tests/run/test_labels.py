@@ -166,6 +166,16 @@ def test_names_are_taken() -> None:
     assert names(store)[1] == ("first",)
 
 
+def test_a_name_that_has_moved_is_not_taken_from_another_checkpoint() -> None:
+    """Take a name from a checkpoint that has lost it to another one: nothing changes."""
+    store = a_run(*STEPS)
+    give(store, 1, "best")
+    save_id = live(store)[0].save_id
+    give(store, 2, "best", move=True)
+    take_names(store, "best", deadline=deadline(), save_id=save_id)
+    assert names(store) == {1: (), 2: ("best",), 3: ()}
+
+
 def test_what_is_not_there() -> None:
     """Name and pin steps and names that are not live, and a run that has not begun."""
     store = a_run(*STEPS)

@@ -6,6 +6,7 @@ entries that `load` refuses, or the pieces of a manifest, one number at a time.
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, nth
 from tests.support.manifests import decode
 from tests.support.properties import examples
-from tests.support.runs import MeanwhileStore, copied, live, manifest_at, thin
+from tests.support.runs import MeanwhileStore, a_run, copied, live, manifest_at, thin
 from tests.support.simulated_ranks import save_as_ranks
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -189,9 +190,19 @@ def test_a_manifest_that_disagrees_with_a_block_table(run: MemoryStore, depth: D
 
 
 def test_places_of_another_form(run: MemoryStore) -> None:
-    for place in ("300:shards/00/x", "shards/00/x", "x"):
+    for place in ("300:shards/00/x", "000000000300:shards/00/x", "shards/00/x", "x"):
         with pytest.raises(InvalidArgumentError, match="place"):
             verify(run, after=place)
+
+
+def test_places_sort_like_steps() -> None:
+    """Go on behind the last step of twelve digits, and behind one before the highest: the next one is verified."""
+    steps = (10**12 - 1, 10**12, 2**53 - 2, 2**53 - 1)
+    store, places = a_run(*steps), list[str]()
+    report = verify(store, depth="quick", report_progress=lambda place, *_: places.append(place))
+    assert places == sorted(places)
+    for number in range(report.shards):
+        assert verify(store, depth="quick", after=places[number]).shards == report.shards - number - 1
 
 
 @examples(40)
@@ -202,32 +213,33 @@ def test_random_bits(data: st.DataObject) -> None:
     manifests = {step: manifest_at(store, step) for step in (100, 200, 300)}
     shards = sorted({key for manifest in manifests.values() for key in manifest.shards.keys})
     expected: set[tuple[str, str]] = set()
-    touched: set[str] = set()
+    hit: dict[str, set[int]] = {}  # steps with entries that are damaged, by shard
     for key in data.draw(st.lists(st.sampled_from(shards), min_size=1, max_size=3, unique=True)):
         last = len(store.space.objects[key].data) - 1
         # Header and table are short, so that places there are drawn apart.
         somewhere = st.integers(0, last) | st.integers(0, min(1_500, last))
         for at in data.draw(st.lists(somewhere, min_size=1, max_size=3, unique=True)):
             flip(store, key, at, data.draw(st.integers(0, 7)))
-    places = {(*place_of(manifest, name), name): step for step, manifest in manifests.items() for name in ENTRIES}
-    for (key, _, length, name), step in places.items():
-        manifest = manifests[step]
+    for (step, manifest), name in itertools.product(manifests.items(), ENTRIES):
+        key, _, length = place_of(manifest, name)
         number = manifest.shards.keys.index(key)
         stop, size = int(manifest.shards.data_starts[number]), int(manifest.shards.table_lengths[number])
         table = slice(stop - size, stop)
         is_table_hit = store.space.objects[key].data[table] != _RUN.space.objects[key].data[table]
-        touched |= {key} if is_table_hit else set()
+        if is_table_hit:
+            hit.setdefault(key, set())  # no entry may need these bytes of the table
+        is_damaged = is_table_hit and length > BLOCK_BYTES_MIN
         try:
             load(store, step=step, keys=name)
         except CorruptCheckpointError:
+            is_damaged = True
+        if is_damaged:
             expected.add((key, name))
-        if is_table_hit and length > BLOCK_BYTES_MIN:
-            expected.add((key, name))
+            hit.setdefault(key, set()).add(step)
     report = verify(store, depth="deep")
     assert {(damage.key, name) for damage in report.damage for name in damage.entries} == expected
-    named_by = {key: tuple(step for step in manifests if key in manifests[step].shards.keys) for key in shards}
     assert {damage.key: damage.steps for damage in report.damage} == {
-        key: named_by[key] for key in {key for key, _ in expected} | touched
+        key: tuple(sorted(found)) for key, found in hit.items()
     }
 
 
@@ -255,6 +267,20 @@ def test_a_foreign_object_of_the_same_length(run: MemoryStore) -> None:
         assert (damage.kind, damage.entries) == ("bytes", entries_in(manifest, key))
 
 
+def test_a_checkpoint_that_shares_what_is_whole() -> None:
+    """Let two checkpoints share one tensor of a shard, and damage another one: only the one that has it is damaged."""
+    store = MemoryStore()
+    with CheckpointManager(store) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, {"a": torch.zeros(30_000), "b": torch.full((30_000,), float(step))}, wait=True)
+    key, start, _ = place_of(manifest_at(store, 10), "b")
+    assert key in manifest_at(store, 20).shards.keys
+    flip(store, key, start + 70_000)
+    damage = sole(verify(store, depth="deep"))
+    assert (damage.key, damage.entries, damage.steps) == (key, ("b",), (10,))
+    assert not verify(store, step=20, depth="deep").damage
+
+
 def test_pieces_that_an_earlier_checkpoint_does_not_name() -> None:
     """Let the first live checkpoint reuse one tensor of a shard, and a later one two: the other is checked, too."""
     store, later = MemoryStore(), torch.ones(30_000)
@@ -273,7 +299,7 @@ def test_pieces_that_an_earlier_checkpoint_does_not_name() -> None:
     assert not verify(store, depth="deep").damage
     flip(store, key, start + 70_000)
     damage = sole(verify(store, depth="deep"))
-    assert (damage.key, damage.entries, damage.steps) == (key, ("b",), (200, 300))
+    assert (damage.key, damage.entries, damage.steps) == (key, ("b",), (300,))
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -290,8 +316,10 @@ def test_a_shard_that_is_missing_too_short_or_too_long(run: MemoryStore, depth: 
     damage = sole(Run(run).verify(300, depth=depth))
     assert damage.kind == ("missing" if size is None else "length")
     assert damage.reason == ("missing" if size is None else f"{len(kept)} bytes instead of {len(data)}")
-    assert (damage.key, damage.steps) == (key, (100, 200, 300))
-    assert damage.entries == entries_in(manifest, key, 0 if size is None else len(kept))
+    start = 0 if size is None else len(kept)
+    assert damage.entries == entries_in(manifest, key, start)
+    hit = tuple(step for step in (100, 200, 300) if entries_in(manifest_at(run, step), key, start))
+    assert (damage.key, damage.steps) == (key, hit)
 
 
 def test_objects_that_no_checkpoint_names_are_no_damage(run: MemoryStore) -> None:
@@ -436,7 +464,7 @@ def test_interrupted_and_continued(run: MemoryStore, monkeypatch: pytest.MonkeyP
         places += bool(after)
     assert places > 3
     Run(run).delete(100)  # and its shard, at which a check was interrupted
-    assert sole(verify(run, depth="deep", after="000000000100:shards/zz/gone.safetensors")).key == key
+    assert sole(verify(run, depth="deep", after="0000000000000100:shards/zz/gone.safetensors")).key == key
     with pytest.raises(InvalidArgumentError, match="place"):
         verify(run, after="100")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     BucketNotFoundError,
     CorruptCheckpointError,
@@ -14,6 +15,7 @@ from dcp_remote.errors import (
     PermissionDeniedError,
 )
 from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.info import CheckpointInfo
 from dcp_remote.run.waiting import wait_for_newer, watch_run
 from dcp_remote.storage import MemoryStore, ObjectStore
@@ -191,8 +193,17 @@ def test_a_watch_yields_what_is_new() -> None:
     store, clock = RecordingStore(inner), Clock(dict(events))
     assert watched(store, clock) == [(90.0, 3), (120.0, 4), (120.0, 5)]
     assert clock.now == 220.0
-    assert store.calls == [("get", CATALOG_KEY)] * (4 + 2 + 5)
+    assert store.calls == [("get", CATALOG_KEY)] * (4 + 3 + 5)
     assert watched(inner, Clock(), after=3) == [(0.0, 4), (0.0, 5)]
+
+
+def test_a_watch_leaves_out_what_is_deleted_meanwhile() -> None:
+    """Delete step 2 while the first checkpoint of a look is taken: the third follows at once."""
+    store, clock = a_run(1, 2, 3), Clock()
+    watch = watch_run(store, after=0, timeout_seconds=100.0, clock=clock.deadline(0).clock)
+    assert next(watch).step == 1
+    Deletions(store).retire([2], deadline=Deadline(30))
+    assert [(clock.now, entry.step) for entry in watch] == [(0.0, 3)]
 
 
 def test_a_watch_of_a_run_that_begins_later() -> None:
