@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import TypeAlias
 
 import botocore.exceptions as botocore_exceptions
+import botocore.parsers
 import obstore.exceptions as obstore_exceptions
 
 from dcp_remote.errors import (
@@ -65,6 +66,7 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     botocore_exceptions.FlexibleChecksumError: TransientStorageError,
     botocore_exceptions.CapacityNotAvailableError: TransientStorageError,
     botocore_exceptions.MetadataRetrievalError: TransientStorageError,
+    botocore.parsers.ResponseParserError: TransientStorageError,  # a proxy's page, or half an answer
     botocore_exceptions.SSLError: StorageError,  # a retry does not change the certificate
     # Credentials.
     botocore_exceptions.NoCredentialsError: PermissionDeniedError,

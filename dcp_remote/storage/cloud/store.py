@@ -30,6 +30,7 @@ from dcp_remote.storage.base import (
     Content,
     ObjectInfo,
     Version,
+    check_listing,
     make_oversize_error,
     make_short_error,
     may_follow,
@@ -250,7 +251,7 @@ class CloudStore:
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. One request per 1,000 objects; more if `prefix` ends within a name."""
         check_list_prefix(prefix)
-        return self._list(prefix, after)
+        return check_listing(self._list(prefix, after), url=self.url, prefix=prefix, after="")
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. One request per 1,000 keys on S3, per 256 on Azure, per key on Google Cloud.
@@ -314,17 +315,12 @@ class CloudStore:
         offset = _offset(f"{root}{after}") if after else ""
         last = ""
         for meta in self._pages(prefix, folder, offset):
-            if not meta["path"].startswith(root):
-                continue  # the marker of this very folder, as some consoles create it
             key = meta["path"].removeprefix(root)
-            if not key.startswith(prefix) or key <= after:
-                continue
-            if not may_follow(key, last):
-                if meta["size"] == 0:
-                    continue  # the marker of a "folder": some consoles create `name/`, which obstore shows as `name`
-                raise StorageError("The store does not list its keys in order.", url=f"{self.url}/{key}", after=last)
-            last = key
-            yield self._info(key, meta)
+            # Left out are markers of "folders", of some consoles: this very one, and `name/`, shown as `name`.
+            is_marker = not meta["path"].startswith(root) or (meta["size"] == 0 and not may_follow(key, last))
+            if key.startswith(prefix) and key > after and not is_marker:
+                last = key
+                yield self._info(key, meta)
 
     def _pages(self, prefix: str, folder: str, offset: str) -> Iterator[ObjectMeta]:
         """List a folder page by page, raising errors of this package."""
