@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
-from dcp_remote.storage.url import check_key
+from dcp_remote.storage.url import ParsedUrl, check_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +165,25 @@ class ObjectStore(Protocol):
             InvalidArgumentError: The store is read-only.
         """
         ...
+
+
+class PlacedStore:
+    """Base of the stores of this package: what they do with their URL, which `_place` has in parts."""
+
+    _place: ParsedUrl
+
+    def __repr__(self) -> str:
+        """Return the class and the URL, without options: some are secrets."""
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """URL of this store in canonical form: percent-encoded for files, without the endpoint for clouds."""
+        return self._place.canonical
+
+    def _named(self, key: str) -> str:
+        """Return the URL of an object or prefix; that of the store if `key` is empty."""
+        return f"{self.url}/{key}" if key else self.url
 
 
 FOREIGN_KEY = (

@@ -36,6 +36,7 @@ from dcp_remote.storage.base import (
     Condition,
     Content,
     ObjectInfo,
+    PlacedStore,
     Version,
     check_listing,
     make_oversize_error,
@@ -100,7 +101,7 @@ def open_s3fs_store(parsed: ParsedUrl, arguments: Sequence[object], options: Map
     return FsspecStore(parsed, _Connection(arguments, options))
 
 
-class FsspecStore:
+class FsspecStore(PlacedStore):
     """Store of a bucket and prefix, through the client of an s3fs file system; opened by `open_fsspec_store`.
 
     Safe to use from many threads. Pickles the arguments of the file system, including explicit credentials. Children
@@ -112,12 +113,8 @@ class FsspecStore:
 
     def __init__(self, parsed: ParsedUrl, connection: _Connection) -> None:
         """Store the URL and the connection; sends no request."""
-        self._parsed = parsed
+        self._place = parsed
         self._connection = connection
-
-    def __repr__(self) -> str:
-        """Return the class and the URL; arguments of the file system may be secrets."""
-        return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the arguments of the file system, including explicit credentials; a session cannot be pickled."""
@@ -127,12 +124,7 @@ class FsspecStore:
                 "A file system that was created with a `session` cannot be sent to other processes: create it with "
                 "`profile`, or `key` and `secret`, or take credentials from the environment."
             )
-        return open_s3fs_store, (self._parsed, arguments, options)
-
-    @property
-    def url(self) -> str:
-        """Implement `ObjectStore.url`. Like any `s3://` URL, it contains no endpoint."""
-        return self._parsed.canonical
+        return open_s3fs_store, (self._place, arguments, options)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -141,11 +133,11 @@ class FsspecStore:
 
     def child(self, prefix: str) -> FsspecStore:
         """Implement `ObjectStore.child`."""
-        return FsspecStore(self._parsed.child(prefix), self._connection)
+        return FsspecStore(self._place.child(prefix), self._connection)
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request; nothing is cached."""
-        path = self._parsed.key(key)
+        path = self._place.key(key)
 
         async def request(call: _Call) -> ObjectInfo:
             answer = await call("head_object", Key=path)
@@ -155,7 +147,7 @@ class FsspecStore:
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
         """Implement `ObjectStore.get`. One request."""
-        path = self._parsed.key(key)
+        path = self._place.key(key)
 
         async def request(call: _Call) -> Content:
             answer = await call("get_object", Key=path)
@@ -163,14 +155,14 @@ class FsspecStore:
             data = await _read_body(answer["Body"], limit_bytes if announced_bytes <= limit_bytes else -1)
             size_bytes = max(len(data), announced_bytes)
             if size_bytes > limit_bytes:
-                raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
+                raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)
             return Content(data=data, version=_make_version(answer))
 
         return self._ask("get", key, request, size_bytes=limit_bytes)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Implement `ObjectStore.get_into`. One request; its answer is copied once."""
-        path, length = self._parsed.key(key), len(buffer)
+        path, length = self._place.key(key), len(buffer)
 
         async def request(call: _Call) -> bytes:
             try:
@@ -181,16 +173,16 @@ class FsspecStore:
                 raise
             if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                 answer["Body"].close()
-                raise StorageError("The store does not serve ranges of an object.", url=f"{self.url}/{key}")
+                raise StorageError("The store does not serve ranges of an object.", url=self._named(key))
             return await _read_body(answer["Body"], length)
 
         with writes_nothing():
             data = self._ask("get_into", key, request, size_bytes=length)
-        fill(buffer, data, start=start, url=f"{self.url}/{key}")
+        fill(buffer, data, start=start, url=self._named(key))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
-        path, body = self._parsed.key(key), _Body(buffers)
+        path, body = self._place.key(key), _Body(buffers)
         match: dict[str, str | None] = {}
         if condition == "absent":
             match = {"IfNoneMatch": "*"}
@@ -209,7 +201,7 @@ class FsspecStore:
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
-        paths = {self._parsed.key(key): key for key in keys}
+        paths = {self._place.key(key): key for key in keys}
         failed: dict[str, StorageError] = {}
         for first in range(0, len(paths), _KEYS_MAX):
             failed.update(self._delete_batch(dict(itertools.islice(paths.items(), first, first + _KEYS_MAX))))
@@ -235,21 +227,21 @@ class FsspecStore:
         """
         endpoint_url = str(self._ask("open", "", lambda _: self._connection.client()).meta.endpoint_url)
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=S3.known_hosts)
+        return find_unproven_server(endpoint_url, self._place.bucket, known_hosts=S3.known_hosts)
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
-        where = {"StartAfter": root + after} if after else {}
+        root = f"{self._place.prefix}/" if self._place.prefix else ""
+        where: dict[str, str | None] = {"StartAfter": root + after} if after else {}
 
-        async def request(call: _Call) -> _Parsed:
-            return await call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
+        async def request(call: _Call) -> tuple[Sequence[ObjectInfo], _Parsed]:
+            page = await call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
+            entries = [(entry["Key"].removeprefix(root), entry) for entry in page.get("Contents", [])]
+            return [_make_info(key, entry, size_bytes=entry["Size"]) for key, entry in entries], page
 
         while True:
-            page = self._ask("list", prefix, request)
-            for entry in page.get("Contents", []):
-                key = entry["Key"].removeprefix(root)
-                if entry["Size"] or (key and not key.endswith("/")):  # else a marker of a "folder", of some consoles
-                    yield _make_info(key, entry, size_bytes=entry["Size"])
+            infos, page = self._ask("list", prefix, request)
+            # Some consoles create markers of "folders", which are left out.
+            yield from (info for info in infos if info.size_bytes or (info.key and not info.key.endswith("/")))
             if not page.get("IsTruncated"):
                 return
             before, where = where, {"ContinuationToken": page.get("NextContinuationToken")}
@@ -273,9 +265,6 @@ class FsspecStore:
                 failed.update(dict.fromkeys(paths.values() if key is None else [key], failure))
         return failed
 
-    def _named(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
-
     def _ask(
         self,
         verb: str,
@@ -290,13 +279,13 @@ class FsspecStore:
         `request` sends by calling its argument with a method of botocore's client, and parameters.
         """
         connection = self._connection
-        call = partial(connection.call, Bucket=self._parsed.bucket)
+        call = partial(connection.call, Bucket=self._place.bucket)
         try:
             answer: _Answer = sync(connection.filesystem().loop, request, call, timeout=request_seconds(size_bytes))
             return answer
         except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
-        except Exception as error:  # noqa: BLE001  # `_translate` handles every error
+        except Exception as error:  # noqa: BLE001  # `translate` handles every error
             sent_elsewhere = error.kwargs.get("error") if isinstance(error, HTTPClientError) else None
             if isinstance(sent_elsewhere, StorageError):
                 raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
@@ -304,7 +293,7 @@ class FsspecStore:
             failure: CloudError
             if isinstance(error, ClientError) and code_of(error) == NO_SUCH_BUCKET_CODE:
                 meta = connection.filesystem().s3.meta
-                bucket, endpoint_url = self._parsed.bucket, str(meta.endpoint_url)
+                bucket, endpoint_url = self._place.bucket, str(meta.endpoint_url)
                 failure = make_s3_bucket_error(bucket, endpoint_url=endpoint_url, region_name=meta.region_name)
             elif isinstance(error, ClientError):
                 cause = describe_cause(str(error), secrets)
@@ -366,7 +355,7 @@ class _Connection:
         filesystem = self.filesystem()
         send = getattr(await filesystem.get_s3(parameters["Bucket"]), method)
         # Not through s3fs, which drops the condition of a write if botocore is too old to know it.
-        answer: _Parsed = await send(**filesystem._get_s3_method_kwargs(send) | parameters)
+        answer: _Parsed = await send(**filesystem._get_s3_method_kwargs(send, filesystem.req_kw) | parameters)
         return answer
 
     def secrets(self, *, has_answered: bool) -> list[str]:
