@@ -138,17 +138,26 @@ def test_a_short_object_behind_a_middlebox() -> None:
 
 
 def test_reads_that_break_together_count_as_one() -> None:
-    """Break sixteen reads at once, as a restarting load balancer does: direct reads go on."""
-    reads = DirectReads("bucket", connect_seconds=5, silence_seconds=5, clock=lambda: 1.0)
-    asked: list[bool] = []
+    """Break sixteen reads at once, as a restarting load balancer does: direct reads go on.
 
-    def sign() -> None:
-        asked.append(True)
+    After two more failures they are paused; after the pause one range is tried, and the others wait.
+    """
+    clock, asked = [1.0], list[float]()
+    reads = DirectReads("bucket", connect_seconds=5, silence_seconds=5, clock=lambda: clock[0])
+
+    def refuse_to_sign() -> str | None:
+        asked.append(clock[0])
+        return None
+
+    def ask() -> None:
+        reads.read(refuse_to_sign, 0, memoryview(bytearray(1)), verify=None, seconds=1, hedge=None)
 
     for _ in range(16):
         reads.note_failed(0.0)
-    reads.read(sign, 0, memoryview(bytearray(1)), verify=None, seconds=1, hedge=None)
-    for began_seconds in (1.0, 2.0):
-        reads.note_failed(began_seconds)
-    reads.read(sign, 0, memoryview(bytearray(1)), verify=None, seconds=1, hedge=None)
-    assert asked == [True]
+    ask()
+    reads.note_failed(1.0)
+    reads.note_failed(2.0)
+    for now in (2.0, 60.0, 61.0, 62.0, 120.0, 121.0):
+        clock[0] = now
+        ask()
+    assert asked == [1.0, 61.0, 121.0]
