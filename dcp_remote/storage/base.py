@@ -10,12 +10,13 @@ Keys are relative to the URL that the store was opened with: `/`-separated, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.errors import CorruptCheckpointError, StorageError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from dcp_remote.storage.url import ParsedUrl, check_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,31 @@ class ObjectStore(Protocol):
         ...
 
 
+class PlacedStore:
+    """Base of the stores of this package: what they do with their URL, which `_place` has in parts."""
+
+    _place: ParsedUrl
+
+    def __repr__(self) -> str:
+        """Return the class and the URL, without options: some are secrets."""
+        return f"{type(self).__name__}({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """URL of this store in canonical form: percent-encoded for files, without the endpoint for clouds."""
+        return self._place.canonical
+
+    def _named(self, key: str) -> str:
+        """Return the URL of an object or prefix; that of the store if `key` is empty."""
+        return f"{self.url}/{key}" if key else self.url
+
+
+FOREIGN_KEY = (
+    "An object below this URL has a key that no checkpoint has, with empty, `.` or `..` parts, or a control character. "
+    "Remove it."
+)
+
+
 def make_oversize_error(url: str, *, size_bytes: int, limit_bytes: int) -> CorruptCheckpointError:
     """Return the error for an object that is larger than `limit_bytes`, the limit for its kind."""
     return CorruptCheckpointError(
@@ -199,3 +225,20 @@ def may_follow(key: str, last: str) -> bool:
     dcp_remote.
     """
     return key > last or key.encode("utf-16-be", "surrogatepass") > last.encode("utf-16-be", "surrogatepass")
+
+
+def check_listing(infos: Iterable[ObjectInfo], *, url: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+    """Yield the objects of a listing, checked: an object that is missing in it, or wrong, could be deleted by mistake.
+
+    Raises:
+        StorageError: A key is out of order, does not begin with `prefix`, or is one that no checkpoint has.
+    """
+    for info in infos:
+        if not may_follow(info.key, after) or not info.key.startswith(prefix):
+            raise StorageError("The store does not list its keys in order.", url=f"{url}/{info.key}", after=after)
+        try:
+            check_key(info.key)
+        except InvalidArgumentError as error:
+            raise StorageError(FOREIGN_KEY, url=url, key=info.key) from error
+        after = info.key
+        yield info

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -39,6 +40,7 @@ from dcp_remote.storage.base import (
     ObjectInfo,
     ObjectStore,
     Version,
+    check_listing,
     make_oversize_error,
 )
 from dcp_remote.storage.cloud.errors import (
@@ -51,15 +53,7 @@ from dcp_remote.storage.cloud.errors import (
 )
 from dcp_remote.storage.cloud.options import check_endpoint
 from dcp_remote.storage.cloud.redaction import redact
-from dcp_remote.storage.fsspec_s3 import (
-    answer_of,
-    check_listed,
-    fill,
-    find_secrets,
-    open_s3fs_store,
-    request_seconds,
-    status_of,
-)
+from dcp_remote.storage.fsspec_s3 import fill, find_secrets, open_s3fs_store, request_seconds, status_of
 from dcp_remote.storage.local import LocalStore
 from dcp_remote.storage.request_context import writes_nothing
 from dcp_remote.storage.url import check_key, check_list_prefix, parse_url
@@ -249,9 +243,7 @@ class ReadOnlyFsspecStore:
                     infos[key] = self._filesystem.info(self._path + key)
             return [_make_found(key, infos[key]) for key in keys]
 
-        for info in self._ask("list", prefix, request):
-            check_listed(self.url, info.key)
-            yield info
+        yield from check_listing(self._ask("list", prefix, request), url=self.url, prefix=prefix, after=after)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. Refused."""
@@ -315,10 +307,9 @@ def _classify(error: BaseException) -> ErrorClass:
 
 
 def _status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error of s3fs, aiohttp (`status`) or gcsfs (`code`); 0 if there is none."""
-    answer = answer_of(error)
-    if answer is not None:
-        return status_of(answer)
+    """Return the HTTP status of an error of s3fs (its cause's), aiohttp (`status`) or gcsfs (`code`); 0 if unknown."""
+    if isinstance(error.__cause__, ClientError):
+        return status_of(error.__cause__)
     return next((value for name in ("status", "code") if isinstance(value := getattr(error, name, None), int)), 0)
 
 

@@ -1,8 +1,8 @@
 """Store on s3fs's `S3FileSystem`: each verb is one request of its S3 client.
 
 fsspec's own way to create a file, `pipe_file(mode="create")`, uploads large files in parts, does not return the version
-and is repeated by s3fs; and directory listings may come from a cache. So requests are sent by `_call_s3`, from a file
-system that is made of the arguments of the user's. What an answer means is decided by `cloud/errors.py`.
+and is repeated by s3fs; and directory listings may come from a cache. So each request is a call of botocore's client,
+from a file system that is made of the arguments of the user's. What an answer means is decided by `cloud/errors.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, TypeVar
 
 from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ResponseStreamingError
-from botocore.parsers import ResponseParserError
 from fsspec.asyn import sync
 
 from dcp_remote.common.arrays import Buffer
@@ -31,23 +30,22 @@ from dcp_remote.errors import (
     InvalidArgumentError,
     ObjectNotFoundError,
     StorageError,
-    TransientStorageError,
 )
 from dcp_remote.storage.base import (
     Capabilities,
     Condition,
     Content,
     ObjectInfo,
+    PlacedStore,
     Version,
+    check_listing,
     make_oversize_error,
     make_short_error,
-    may_follow,
     quote_etag,
 )
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
-    WHAT,
     CloudError,
     describe_cause,
     get_safe_cause,
@@ -60,12 +58,15 @@ from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
-from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
+from dcp_remote.storage.url import ParsedUrl, check_list_prefix
 
 _Answer = TypeVar("_Answer")
 
 # Answer of S3 to one request, as parsed by botocore.
 _Parsed: TypeAlias = dict[str, Any]
+
+# Sends one request by a method of botocore's client, and its parameters.
+_Call: TypeAlias = Callable[..., Awaitable[_Parsed]]
 
 _CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
 
@@ -100,7 +101,7 @@ def open_s3fs_store(parsed: ParsedUrl, arguments: Sequence[object], options: Map
     return FsspecStore(parsed, _Connection(arguments, options))
 
 
-class FsspecStore:
+class FsspecStore(PlacedStore):
     """Store of a bucket and prefix, through the client of an s3fs file system; opened by `open_fsspec_store`.
 
     Safe to use from many threads. Pickles the arguments of the file system, including explicit credentials. Children
@@ -112,12 +113,8 @@ class FsspecStore:
 
     def __init__(self, parsed: ParsedUrl, connection: _Connection) -> None:
         """Store the URL and the connection; sends no request."""
-        self._parsed = parsed
+        self._place = parsed
         self._connection = connection
-
-    def __repr__(self) -> str:
-        """Return the class and the URL; arguments of the file system may be secrets."""
-        return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the arguments of the file system, including explicit credentials; a session cannot be pickled."""
@@ -127,12 +124,7 @@ class FsspecStore:
                 "A file system that was created with a `session` cannot be sent to other processes: create it with "
                 "`profile`, or `key` and `secret`, or take credentials from the environment."
             )
-        return open_s3fs_store, (self._parsed, arguments, options)
-
-    @property
-    def url(self) -> str:
-        """Implement `ObjectStore.url`. Like any `s3://` URL, it contains no endpoint."""
-        return self._parsed.canonical
+        return open_s3fs_store, (self._place, arguments, options)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -141,80 +133,75 @@ class FsspecStore:
 
     def child(self, prefix: str) -> FsspecStore:
         """Implement `ObjectStore.child`."""
-        return FsspecStore(self._parsed.child(prefix), self._connection)
+        return FsspecStore(self._place.child(prefix), self._connection)
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request; nothing is cached."""
-        path = self._parsed.key(key)
+        path = self._place.key(key)
 
-        async def request(filesystem: Any) -> ObjectInfo:
-            answer = await self._call(filesystem, "head_object", Key=path)
+        async def request(call: _Call) -> ObjectInfo:
+            answer = await call("head_object", Key=path)
             return _make_info(key, answer, size_bytes=answer["ContentLength"])
 
         return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
         """Implement `ObjectStore.get`. One request."""
-        path = self._parsed.key(key)
+        path = self._place.key(key)
 
-        async def request(filesystem: Any) -> Content:
-            answer = await self._call(filesystem, "get_object", Key=path)
+        async def request(call: _Call) -> Content:
+            answer = await call("get_object", Key=path)
             announced_bytes = answer.get("ContentLength", 0)
             data = await _read_body(answer["Body"], limit_bytes if announced_bytes <= limit_bytes else -1)
             size_bytes = max(len(data), announced_bytes)
             if size_bytes > limit_bytes:
-                raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
+                raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)
             return Content(data=data, version=_make_version(answer))
 
         return self._ask("get", key, request, size_bytes=limit_bytes)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Implement `ObjectStore.get_into`. One request; its answer is copied once."""
-        path = self._parsed.key(key)
-        stop = start + len(buffer)
+        path, length = self._place.key(key), len(buffer)
 
-        async def request(filesystem: Any) -> bytes:
+        async def request(call: _Call) -> bytes:
             try:
-                answer = await self._call(filesystem, "get_object", Key=path, Range=f"bytes={start}-{stop - 1}")
-            except Exception as error:
-                refused = answer_of(error)
-                if refused is not None and status_of(refused) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                answer = await call("get_object", Key=path, Range=f"bytes={start}-{start + length - 1}")
+            except ClientError as error:
+                if status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                     return b""
                 raise
             if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                 answer["Body"].close()
-                raise StorageError("The store does not serve ranges of an object.", url=f"{self.url}/{key}")
-            return await _read_body(answer["Body"], len(buffer))
+                raise StorageError("The store does not serve ranges of an object.", url=self._named(key))
+            return await _read_body(answer["Body"], length)
 
         with writes_nothing():
-            data = self._ask("get_into", key, request, size_bytes=len(buffer))
-        fill(buffer, data, start=start, url=f"{self.url}/{key}")
+            data = self._ask("get_into", key, request, size_bytes=length)
+        fill(buffer, data, start=start, url=self._named(key))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
-        path = self._parsed.key(key)
-        body = Body(buffers)
+        path, body = self._place.key(key), _Body(buffers)
         match: dict[str, str | None] = {}
         if condition == "absent":
             match = {"IfNoneMatch": "*"}
         elif condition != "any":
             match = {"IfMatch": condition.etag}
 
-        async def request(filesystem: Any) -> Version:
-            if match:
-                _require_known(await filesystem.set_session(), match)
-            return _make_version(await self._call(filesystem, "put_object", Key=path, Body=body, **match))
+        async def request(call: _Call) -> Version:
+            return _make_version(await call("put_object", Key=path, Body=io.BufferedReader(body), **match))
 
         return self._ask("put", key, request, size_bytes=body.size_bytes, condition=condition)
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
         check_list_prefix(prefix)
-        return self._list(prefix, after)
+        return check_listing(self._list(prefix, after), url=self.url, prefix=prefix, after=after)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
-        paths = {self._parsed.key(key): key for key in keys}
+        paths = {self._place.key(key): key for key in keys}
         failed: dict[str, StorageError] = {}
         for first in range(0, len(paths), _KEYS_MAX):
             failed.update(self._delete_batch(dict(itertools.islice(paths.items(), first, first + _KEYS_MAX))))
@@ -238,54 +225,35 @@ class FsspecStore:
 
         Sends no request; see `conditional_writes`.
         """
-        endpoint_url = str(self._ask("open", "", _get_client).meta.endpoint_url)
+        endpoint_url = str(self._ask("open", "", lambda _: self._connection.client()).meta.endpoint_url)
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
-        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=S3.known_hosts)
+        return find_unproven_server(endpoint_url, self._place.bucket, known_hosts=S3.known_hosts)
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
-        last = after
-        where: Mapping[str, str] = {"StartAfter": root + after} if after else {}
-        while True:
-            infos, following = self._ask("list", prefix, partial(self._get_page, root=root, prefix=prefix, where=where))
-            for info in infos:
-                if info.size_bytes == 0 and (not info.key or info.key.endswith("/")):
-                    continue  # marker of a "folder", which some consoles create
-                if not may_follow(info.key, last) or not info.key.startswith(prefix):
-                    raise StorageError(
-                        "The store does not list its keys in order.", url=f"{self.url}/{info.key}", after=last
-                    )
-                check_listed(self.url, info.key)
-                last = info.key
-                yield info
-            if following is None:
-                return
-            if following in ({}, where):
-                raise StorageError(
-                    "The listing does not go on: NextContinuationToken is missing or repeated.",
-                    url=self.url,
-                    after=last,
-                )
-            where = following
+        root = f"{self._place.prefix}/" if self._place.prefix else ""
+        where: dict[str, str | None] = {"StartAfter": root + after} if after else {}
 
-    async def _get_page(
-        self, filesystem: Any, *, root: str, prefix: str, where: Mapping[str, str]
-    ) -> tuple[Sequence[ObjectInfo], Mapping[str, str] | None]:
-        """Return a page of a listing, and the place of the page after it; None at the end, and {} if it has none."""
-        page = await self._call(filesystem, "list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
-        infos = [
-            _make_info(entry["Key"].removeprefix(root), entry, size_bytes=entry["Size"])
-            for entry in page.get("Contents", [])
-        ]
-        if not page.get("IsTruncated"):
-            return infos, None
-        token = page.get("NextContinuationToken")
-        return infos, {"ContinuationToken": token} if token else {}
+        async def request(call: _Call) -> tuple[Sequence[ObjectInfo], _Parsed]:
+            page = await call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
+            entries = [(entry["Key"].removeprefix(root), entry) for entry in page.get("Contents", [])]
+            return [_make_info(key, entry, size_bytes=entry["Size"]) for key, entry in entries], page
+
+        while True:
+            infos, page = self._ask("list", prefix, request)
+            # Some consoles create markers of "folders", which are left out.
+            yield from (info for info in infos if info.size_bytes or (info.key and not info.key.endswith("/")))
+            if not page.get("IsTruncated"):
+                return
+            before, where = where, {"ContinuationToken": page.get("NextContinuationToken")}
+            if where["ContinuationToken"] is None or where == before:
+                raise StorageError(
+                    "The listing does not go on: NextContinuationToken is missing or repeated.", url=self.url
+                )
 
     def _delete_batch(self, paths: Mapping[str, str]) -> Mapping[str, StorageError]:
         batch = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
         try:
-            answer = self._ask("delete", "", partial(self._call, method="delete_objects", Delete=batch))
+            answer = self._ask("delete", "", lambda call: call("delete_objects", Delete=batch))
         except StorageError as error:
             return dict.fromkeys(paths.values(), error)
         failed: dict[str, StorageError] = {}
@@ -297,45 +265,44 @@ class FsspecStore:
                 failed.update(dict.fromkeys(paths.values() if key is None else [key], failure))
         return failed
 
-    def _named(self, key: str) -> str:
-        return f"{self.url}/{key}" if key else self.url
-
-    async def _call(self, filesystem: Any, method: str, **parameters: object) -> _Parsed:
-        """Send one request by a method of botocore's client; return the answer of the store, or raise s3fs's error."""
-        answer: _Parsed = await filesystem._call_s3(method, filesystem.req_kw, Bucket=self._parsed.bucket, **parameters)
-        return answer
-
     def _ask(
         self,
         verb: str,
         key: str,
-        request: Callable[[Any], Awaitable[_Answer]],
+        request: Callable[[_Call], Awaitable[_Answer]],
         *,
         size_bytes: int = 0,
         condition: Condition = "any",
     ) -> _Answer:
-        """Send a request in s3fs's event loop and return its result; raise errors of the client as this package's."""
+        """Send a request in s3fs's event loop and return its result; raise errors of the client as this package's.
+
+        `request` sends by calling its argument with a method of botocore's client, and parameters.
+        """
+        connection = self._connection
+        call = partial(connection.call, Bucket=self._place.bucket)
         try:
-            filesystem = self._connection.filesystem()
-            answer: _Answer = sync(filesystem.loop, request, filesystem, timeout=request_seconds(size_bytes))
+            answer: _Answer = sync(connection.filesystem().loop, request, call, timeout=request_seconds(size_bytes))
             return answer
         except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
-        except Exception as error:  # noqa: BLE001  # `_translate` handles every error
+        except Exception as error:  # noqa: BLE001  # `translate` handles every error
             sent_elsewhere = error.kwargs.get("error") if isinstance(error, HTTPClientError) else None
             if isinstance(sent_elsewhere, StorageError):
                 raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
-            refused = answer_of(error)
-            secrets = self._connection.secrets(has_answered=refused is not None)
-            if refused is not None and _code_of(refused) == NO_SUCH_BUCKET_CODE:
-                endpoint_url = region_name = None
-                with suppress(DcpRemoteError):  # the bucket's error says more than what hides these two
-                    meta = self._ask("open", "", _get_client).meta
-                    endpoint_url, region_name = str(meta.endpoint_url), meta.region_name
-                raise make_s3_bucket_error(
-                    self._parsed.bucket, endpoint_url=endpoint_url, region_name=region_name
-                ) from get_safe_cause(error, secrets)
-            failure = _translate(error, verb=verb, url=self._named(key), secrets=secrets, condition=condition)
+            secrets = connection.secrets(has_answered=isinstance(error, ClientError))
+            failure: CloudError
+            if isinstance(error, ClientError) and code_of(error) == NO_SUCH_BUCKET_CODE:
+                meta = connection.filesystem().s3.meta
+                bucket, endpoint_url = self._place.bucket, str(meta.endpoint_url)
+                failure = make_s3_bucket_error(bucket, endpoint_url=endpoint_url, region_name=meta.region_name)
+            elif isinstance(error, ClientError):
+                cause = describe_cause(str(error), secrets)
+                failure = make_answer_error(
+                    status_of(error), code_of(error), verb=verb, url=self._named(key), cause=cause, condition=condition
+                )
+            else:
+                what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
+                failure = translate(error, verb=verb, url=self._named(key), secrets=secrets, what=what)
             raise failure from get_safe_cause(error, secrets)
 
 
@@ -367,7 +334,6 @@ class _Connection:
 
                 arguments, options = self.given
                 filesystem = S3FileSystem(*arguments, **options, skip_instance_cache=True)
-                filesystem.retries = 1  # attempts of `_call_s3`
                 filesystem.config_kwargs = {
                     **filesystem.config_kwargs,
                     "retries": {"total_max_attempts": 1},
@@ -378,6 +344,19 @@ class _Connection:
                 filesystem.s3_additional_kwargs = {name: given[name] for name in given if not name.startswith("If")}
                 self._pid, self._filesystem = os.getpid(), filesystem
             return self._filesystem
+
+    async def client(self) -> Any:
+        """Return botocore's client, whose `meta` describes it. Sends no request, except to find credentials."""
+        return await self.filesystem().set_session()
+
+    async def call(self, method: str, **parameters: object) -> _Parsed:
+        """Send one request by a method of botocore's client, with the user's parameters for all requests."""
+        await self.client()
+        filesystem = self.filesystem()
+        send = getattr(await filesystem.get_s3(parameters["Bucket"]), method)
+        # Not through s3fs, which drops the condition of a write if botocore is too old to know it.
+        answer: _Parsed = await send(**filesystem._get_s3_method_kwargs(send, filesystem.req_kw) | parameters)
+        return answer
 
     def secrets(self, *, has_answered: bool) -> list[str]:
         """Return the secrets that no error may show: credentials that the user passed, or that botocore found.
@@ -412,18 +391,6 @@ def find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
             yield from find_secrets(inner, is_secret=is_secret)
     elif is_secret and isinstance(value, str) and value:
         yield value
-
-
-async def _get_client(filesystem: Any) -> Any:
-    """Return botocore's client, whose `meta` describes it. Sends no request, except to find credentials."""
-    return await filesystem.set_session()
-
-
-def _require_known(client: Any, match: Mapping[str, object]) -> None:
-    """Refuse a botocore that does not know these conditions: s3fs would drop them, and overwrite a commit."""
-    known = client.meta.service_model.operation_model("PutObject").input_shape.members
-    if not match.keys() <= known.keys():
-        raise InvalidArgumentError("This version of botocore has no conditional writes: update boto3 and s3fs.")
 
 
 async def _request_without_redirects(session: Any, method: str, **parameters: object) -> Any:
@@ -471,8 +438,8 @@ async def _read_body(body: Any, limit_bytes: int) -> bytes:
     return bytes(data)
 
 
-class Body(io.RawIOBase):
-    """File that reads buffers one after another, without joining them, so that a save needs no more memory."""
+class _Body(io.RawIOBase):
+    """File of buffers one after another, which are not joined, so that a save needs no more memory."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         """Begin at the first byte."""
@@ -496,43 +463,19 @@ class Body(io.RawIOBase):
         return self._position
 
     def readinto(self, target: Any) -> int:
-        """Fill `target` from as many buffers as needed; return the number of bytes read."""
-        room, filled = memoryview(target).cast("B"), 0
-        first = bisect.bisect_right(self._ends, self._position)
-        for view, end in zip(self._views[first:], self._ends[first:], strict=True):
-            part = view[len(view) - (end - self._position) :][: len(room) - filled]
-            room[filled : filled + len(part)] = part
-            filled += len(part)
-            self._position += len(part)
-            if filled == len(room):
-                break
-        return filled
+        """Read from the buffer at the position, at most to its end; return the number of bytes."""
+        if self._position == self.size_bytes:
+            return 0
+        index = bisect.bisect_right(self._ends, self._position)
+        part = self._views[index][self._position - self._ends[index] :][: len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
 
-def _translate(error: Exception, *, verb: str, url: str, secrets: Sequence[str], condition: Condition) -> CloudError:
-    """Return the error of dcp_remote for an error of s3fs: by code and status of an answer, else by its class."""
-    answer = answer_of(error)
-    if answer is not None:
-        cause = describe_cause(str(answer), secrets)
-        return make_answer_error(
-            status_of(answer), _code_of(answer), verb=verb, url=url, cause=cause, condition=condition
-        )
-    if isinstance(error, ResponseParserError):  # a proxy's page, or half an answer
-        cause = describe_cause(str(error), secrets)
-        return TransientStorageError(WHAT[TransientStorageError], verb=verb, url=url, cause=cause)
-    what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
-    return translate(error, verb=verb, url=url, secrets=secrets, what=what)
-
-
-def _code_of(answer: ClientError) -> str:
+def code_of(answer: ClientError) -> str:
+    """Return S3's error code of an answer; empty if unknown."""
     return str(answer.response.get("Error", {}).get("Code", ""))
-
-
-def answer_of(error: BaseException) -> ClientError | None:
-    """Return botocore's error for an answer of S3, of which s3fs makes an OSError; None for any other error."""
-    # `sync` of fsspec raises an error of its own from a TimeoutError, which s3fs raises from a ClientError.
-    links = (error, error.__cause__, error.__cause__ and error.__cause__.__cause__)
-    return next((link for link in links if isinstance(link, ClientError)), None)
 
 
 def status_of(answer: ClientError) -> int:
@@ -553,19 +496,6 @@ def fill(buffer: memoryview, data: bytes, *, start: int, url: str) -> None:
         size_bytes = start + len(data) if data else None
         raise make_short_error(url, size_bytes=size_bytes, start=start, stop=start + len(buffer))
     buffer[:] = data
-
-
-def check_listed(url: str, key: str) -> None:
-    """Refuse a key of a listing that no checkpoint has: it would be deleted, or kept for ever, by mistake."""
-    try:
-        check_key(key)
-    except InvalidArgumentError as error:
-        raise StorageError(
-            "An object below this URL has a key that no checkpoint has, with empty, `.` or `..` parts, or a control "
-            "character. Remove it.",
-            url=url,
-            key=key,
-        ) from error
 
 
 def _make_version(answer: _Parsed) -> Version:

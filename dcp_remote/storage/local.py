@@ -33,6 +33,7 @@ from dcp_remote.storage.base import (
     Condition,
     Content,
     ObjectInfo,
+    PlacedStore,
     Version,
     make_oversize_error,
     make_short_error,
@@ -88,7 +89,7 @@ class _Root:
         )
 
 
-class LocalStore:
+class LocalStore(PlacedStore):
     """Store of files below a folder, which the first put creates.
 
     Costs: a put writes and syncs the file, and syncs the folders from the root down to it; a swap and a delete also
@@ -105,18 +106,9 @@ class LocalStore:
         self._place = ParsedUrl("file", "", os.path.abspath(os.fspath(root)).lstrip("/"))
         self._root = _Root(self._place.path, allow_network_replace=allow_network_replace)
 
-    def __repr__(self) -> str:
-        """Return the class and the URL."""
-        return f"LocalStore({self.url})"
-
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the root, the trust in its locks, and the folder of this store."""
         return _reopen, (self._root, self._place)
-
-    @property
-    def url(self) -> str:
-        """URL `file:///path`, percent-encoded."""
-        return self._place.canonical
 
     @property
     def capabilities(self) -> Capabilities:
@@ -148,10 +140,10 @@ class LocalStore:
             descriptor, status = self._open(key)
             with os.fdopen(descriptor, "rb") as file:
                 if status.st_size > limit_bytes:
-                    raise make_oversize_error(f"{self.url}/{key}", size_bytes=status.st_size, limit_bytes=limit_bytes)
+                    raise make_oversize_error(self._named(key), size_bytes=status.st_size, limit_bytes=limit_bytes)
                 data = file.read(status.st_size)
         if len(data) < status.st_size:
-            raise make_short_error(f"{self.url}/{key}", size_bytes=len(data), start=0, stop=status.st_size)
+            raise make_short_error(self._named(key), size_bytes=len(data), start=0, stop=status.st_size)
         return Content(data=data, version=version_of(status))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
@@ -167,7 +159,7 @@ class LocalStore:
                     filled += count
         if filled < len(buffer):
             size_bytes = start + filled if filled else None
-            raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=start + len(buffer))
+            raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=start + len(buffer))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. A killed process leaves a temporary file, which the next one removes."""

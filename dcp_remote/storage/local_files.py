@@ -338,6 +338,15 @@ _DISK_FULL = "The disk is full, or the quota is used up: free space, or save els
 _DENIED = "This user has no access to the file or folder: fix its owner or mode, or a read-only mount."
 _BUSY = "The file system did not answer, or is short of a resource; a later attempt may pass."
 
+# Errors of the operating system that a later attempt may not meet: another request releases its descriptor or its lock.
+TRANSIENT_ERRNOS = frozenset(
+    {
+        *(errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE),
+        *(errno.ENOLCK, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+    }
+)
+
 # Any other errno becomes a `StorageError` with the kernel's message. So does EIO: a disk that failed will fail again,
 # and repeating the request for half an hour would only hide it.
 _ERRORS: dict[int, tuple[type[DcpRemoteError], str]] = {
@@ -356,14 +365,7 @@ _ERRORS: dict[int, tuple[type[DcpRemoteError], str]] = {
     errno.ENAMETOOLONG: (InvalidArgumentError, "The name is too long for this file system."),
     errno.EXDEV: (StorageError, "Another file system is mounted below the root: open the store at that folder."),
     errno.EOPNOTSUPP: (StorageError, "This file system cannot create an object exactly once: save elsewhere."),
-    **dict.fromkeys(
-        (
-            *(errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE),
-            *(errno.ENOLCK, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED),
-            *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
-        ),
-        (TransientStorageError, _BUSY),
-    ),
+    **dict.fromkeys(TRANSIENT_ERRNOS, (TransientStorageError, _BUSY)),
 }
 
 

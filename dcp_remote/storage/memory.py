@@ -19,6 +19,7 @@ from dcp_remote.storage.base import (
     Condition,
     Content,
     ObjectInfo,
+    PlacedStore,
     Version,
     make_oversize_error,
     make_short_error,
@@ -67,7 +68,7 @@ _spaces: dict[str, MemorySpace] = {}
 _spaces_lock = threading.Lock()
 
 
-class MemoryStore:
+class MemoryStore(PlacedStore):
     """Store in this process, whose objects live as long as the process, or until they are deleted.
 
     Args:
@@ -84,10 +85,6 @@ class MemoryStore:
         self._clock = clock
         self.space = MemorySpace() if name is None else _space(name)
 
-    def __repr__(self) -> str:
-        """Return the class and the URL."""
-        return f"MemoryStore({self.url})"
-
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the name and prefix only: in another process the copy has the objects of that name there.
 
@@ -99,11 +96,6 @@ class MemoryStore:
                 "A MemoryStore without a name cannot be pickled: create it with one, MemoryStore(name)."
             )
         return _named_store, (self._name, self._place.prefix)
-
-    @property
-    def url(self) -> str:
-        """URL `memory://name/prefix`."""
-        return self._place.canonical
 
     @property
     def capabilities(self) -> Capabilities:
@@ -124,7 +116,7 @@ class MemoryStore:
         """Implement `ObjectStore.get`."""
         found = self._find(key)
         if len(found.data) > limit_bytes:
-            raise make_oversize_error(f"{self.url}/{key}", size_bytes=len(found.data), limit_bytes=limit_bytes)
+            raise make_oversize_error(self._named(key), size_bytes=len(found.data), limit_bytes=limit_bytes)
         return Content(data=found.data, version=found.version)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
@@ -132,7 +124,7 @@ class MemoryStore:
         found = self._find(key)
         stop = start + len(buffer)
         if stop > len(found.data):
-            raise make_short_error(f"{self.url}/{key}", size_bytes=len(found.data), start=start, stop=stop)
+            raise make_short_error(self._named(key), size_bytes=len(found.data), start=start, stop=stop)
         buffer[:] = memoryview(found.data)[start:stop]
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from s3fs import S3FileSystem
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import TransientStorageError
-from dcp_remote.storage import open_fsspec_store
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds, rounded_up
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
-from tests.support.clouds import FOREVER, VERBS, is_direct, listing, open_s3
+from tests.support.clouds import FOREVER, VERBS, is_direct, listing, open_s3, open_s3fs
 
 
 @pytest.mark.parametrize("verb", sorted(set(VERBS) - {"delete"}))
@@ -54,14 +52,7 @@ def test_each_page_of_a_listing_ends_at_the_deadline() -> None:
 def test_a_request_of_s3fs_ends_at_the_deadline() -> None:
     """Do the same through s3fs's client, with a long limit of its own."""
     with scripted_server(lambda _: HttpAnswer(silent=True)) as server:
-        filesystem = S3FileSystem(
-            key="testing",
-            secret="testing",
-            endpoint_url=server.endpoint_url,
-            config_kwargs={"read_timeout": 1e5},
-            skip_instance_cache=True,
-        )
-        store = open_fsspec_store(filesystem, "bucket/run")
+        store = open_s3fs(server.endpoint_url, config_kwargs={"read_timeout": 1e5})
         with pytest.raises(TransientStorageError):
             VERBS["put"](RetryingStore(store, Deadline(0.5)))
 

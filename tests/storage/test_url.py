@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +92,8 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("file:///%ff", "UTF-8"),
         ("a\0b", "NUL"),
         ("a\udcffb", "not valid Unicode"),
+        ("simplecache::s3://bucket/run", "open_fsspec_store"),
+        ("zip://a::s3://user:pw@bucket/b", "open_fsspec_store"),
         ("~/x", "os.path.expanduser"),
         ("$SCRATCH/x", "os.path.expandvars"),
     ],
@@ -100,6 +103,7 @@ def test_invalid_urls(url: str | Path, advice: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         parse_url(url)
     assert advice in str(caught.value)
+    assert "pw" not in str(caught.value)
 
 
 @pytest.mark.parametrize("above", ["s3://bucket", "s3://bucket/a/run", "memory://name", "file:///tmp/run"])
@@ -201,5 +205,6 @@ def test_prefixes_and_children() -> None:
     assert ParsedUrl("file", "", "a b").child("k").canonical == "file:///a%20b/k"
     with pytest.raises(InvalidArgumentError):
         ParsedUrl("s3", "b", "p").child("../x")
-    with pytest.raises(InvalidArgumentError, match="must be a str"):
-        parse_url(b"/x")  # type: ignore[arg-type]  # the mistake that is tested
+    for wrong in (b"/x", LocalFileSystem()):
+        with pytest.raises(InvalidArgumentError, match=r"must be a str.*open_fsspec_store"):
+            parse_url(wrong)  # type: ignore[arg-type]  # the mistake that is tested

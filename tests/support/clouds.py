@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
+from s3fs import S3FileSystem
+
+from dcp_remote.storage import open_fsspec_store
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest
+from dcp_remote.testing.store_suite import StoreSuite
 
 CREDENTIALS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
 OBJECT_HEADERS = {"ETag": '"abc"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
@@ -37,9 +43,37 @@ VERBS: dict[str, Callable[[ObjectStore], object]] = {
 def open_s3(
     endpoint_url: str, url: str = "s3://bucket/run", *, timeouts: Timeouts | None = None, **options: object
 ) -> CloudStore:
-    """Open a store of S3 on a server of the test."""
-    given = {**CREDENTIALS, "endpoint_url": endpoint_url, **options}
+    """Open a store of S3, or of another cloud without credentials, on a server of the test."""
+    given = {"endpoint_url": endpoint_url, **options}
+    if url.startswith("s3:"):
+        given = CREDENTIALS | given
     return open_cloud_store(parse_url(url), given, timeouts=timeouts)
+
+
+def open_s3fs(endpoint_url: str | None, path: str = "bucket/run", **options: object) -> ObjectStore:
+    """Open a store on a file system of s3fs that is made as a user does, and not reused from an earlier test."""
+    given = {"key": "testing", "secret": "testing", "endpoint_url": endpoint_url, **options}
+    return open_fsspec_store(S3FileSystem(**given, skip_instance_cache=True), path)
+
+
+class S3Suite(StoreSuite):
+    """The shipped suite on a server of S3, with a client of botocore to read and write past the store."""
+
+    version_is_digest = True
+
+    @pytest.fixture(autouse=True)
+    def _look_past(self, raw_s3: Any) -> None:
+        self.client = raw_s3
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        """Implement `StoreSuite.raw_write`."""
+        place = parse_url(store.url)
+        self.client.put_object(Bucket=place.bucket, Key=place.key(key), Body=data)
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        """Implement `StoreSuite.raw_read`."""
+        place = parse_url(store.url)
+        return bytes(self.client.get_object(Bucket=place.bucket, Key=place.key(key))["Body"].read())
 
 
 def error_body(code: str, more: str = "") -> bytes:

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Literal, TypeAlias
@@ -39,8 +38,8 @@ from dcp_remote.storage.request_context import remaining_seconds, require_may_wr
 
 logger = logging.getLogger(__name__)
 
-# How a range was read: directly; or by obstore, after another answer, after a broken connection, or without a try.
-Outcome: TypeAlias = Literal["direct", "refused", "after_breaks", "skipped"]
+# Whether a range was read directly; or obstore has to read it, because a direct read failed, or without a try.
+Outcome: TypeAlias = Literal["direct", "failed", "skipped"]
 
 # Ranges in a row that only obstore could read before direct reads are paused, and the length of the pause.
 _FAILED_MAX = 3
@@ -75,23 +74,8 @@ class _OvertakenError(Exception):
         self.data = data
 
 
-@dataclass(frozen=True, slots=True)
-class DirectCounts:
-    """Ranges of one store that this process has read so far, by how they were read."""
-
-    direct: int = 0
-    refused: int = 0  # by obstore, because the store answered the direct read with something else
-    after_breaks: int = 0  # by obstore, because the direct read broke
-    skipped: int = 0  # by obstore, because direct reads were paused, or a proxy is in between
-
-    @property
-    def ranges(self) -> int:
-        """Ranges that were read, directly or by obstore."""
-        return self.direct + self.refused + self.after_breaks + self.skipped
-
-
 class DirectReads:
-    """Direct reads of one bucket over connections that are kept, and their counts. Safe to use from many threads."""
+    """Direct reads of one bucket over connections that are kept. Safe to use from many threads."""
 
     def __init__(
         self,
@@ -107,7 +91,6 @@ class DirectReads:
         self.silence_seconds = silence_seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._counts = DirectCounts()
         self._failed_in_a_row = 0
         self._failed_seconds = float("-inf")
         self._busy_in_a_row = 0
@@ -120,38 +103,13 @@ class DirectReads:
         weakref.finalize(self, _close_all, self._idle)
         weakref.finalize(self, self._hedges.shutdown, wait=False)
 
-    @property
-    def counts(self) -> DirectCounts:
-        """Counts so far."""
-        with self._lock:
-            return self._counts
+    def note_failed(self, began_seconds: float) -> None:
+        """Note that obstore has read a range after a failed direct read; pause direct reads after three in a row.
 
-    def choose(self) -> Outcome:
-        """Return how to read the next range.
-
-        "direct"; or "skipped" while direct reads are paused, where one range is tried after each pause; or "refused"
-        after two busy answers in a row, so that obstore finds out whether the store is busy or refuses signed URLs.
+        `began_seconds` is the time by `time.monotonic` at which the first request was sent.
         """
         with self._lock:
-            if self._busy_in_a_row >= _BUSY_MAX:
-                self._busy_in_a_row = 0
-                return "refused"
-            if self._failed_in_a_row >= _FAILED_MAX:
-                if self._clock() < self._again_at:
-                    return "skipped"
-                self._again_at = self._clock() + _PAUSE_SECONDS
-            return "direct"
-
-    def note_read(self, outcome: Outcome, began_seconds: float) -> None:
-        """Count a range that was read, and pause direct reads if only obstore could read the last ones.
-
-        `began_seconds` is the time by `time.monotonic` at which its first request was sent.
-        """
-        with self._lock:
-            self._counts = replace(self._counts, **{outcome: getattr(self._counts, outcome) + 1})
-            if outcome == "direct":
-                self._failed_in_a_row = self._busy_in_a_row = 0
-            if outcome in ("direct", "skipped") or began_seconds < self._failed_seconds:
+            if began_seconds < self._failed_seconds:
                 return
             self._failed_seconds = self._clock()
             self._failed_in_a_row += 1
@@ -168,7 +126,7 @@ class DirectReads:
 
     def read(
         self,
-        url: str,
+        sign: Callable[[], str | None],
         start: int,
         buffer: memoryview,
         *,
@@ -178,6 +136,10 @@ class DirectReads:
     ) -> Outcome:
         """Read a range into `buffer`; unless the result is "direct", obstore has to read the range.
 
+        `sign` returns the signed URL; None skips this read. Skipped are reads while direct reads are paused, except
+        one after each pause. After two busy answers in a row obstore finds out whether the store is busy or refuses
+        signed URLs.
+
         If the read is late, `hedge` reads the same range by obstore, in another thread with a copy of this context.
         Without `hedge`, no second request is sent. `seconds` limits the whole read.
 
@@ -186,6 +148,17 @@ class DirectReads:
             TimeoutError: The store was silent, or slow, until the deadline of the caller.
             StorageError: The caller has reclaimed `buffer` (`request_context`).
         """
+        with self._lock:
+            if self._busy_in_a_row >= _BUSY_MAX:
+                self._busy_in_a_row = 0
+                return "failed"
+            if self._failed_in_a_row >= _FAILED_MAX:
+                if self._clock() < self._again_at:
+                    return "skipped"
+                self._again_at = self._clock() + _PAUSE_SECONDS
+        url = sign()
+        if url is None:
+            return "skipped"
         request = _RangeRequest(self, url, start, buffer, seconds=seconds, hedge=hedge)
         try:
             kept = self._take_idle(request.server)
@@ -202,11 +175,9 @@ class DirectReads:
         except TimeoutError:
             if not remaining_seconds():
                 raise
-            return "after_breaks"
-        except (ConnectionError, http.client.IncompleteRead):
-            return "after_breaks"
+            return "failed"
         except (OSError, http.client.HTTPException):
-            return "refused"  # obstore resolves names, verifies certificates and parses answers by itself
+            return "failed"  # obstore resolves names, verifies certificates and parses answers by itself
 
     def _read(self, connection: StreamConnection, request: _RangeRequest) -> Outcome:
         buffer, is_reusable = request.buffer, False
@@ -219,7 +190,7 @@ class DirectReads:
                 if answer.status in _BUSY:
                     raise BusyError(_describe_busy(answer))
                 if not request.is_answer(answer):
-                    return "refused"
+                    return "failed"
                 if answer.readinto(buffer) < len(buffer):
                     raise ConnectionError("The answer ended before all bytes had arrived.")
                 is_reusable = not answer.will_close
@@ -233,6 +204,8 @@ class DirectReads:
             else:
                 connection.disconnect()
         self.latencies.record(len(buffer), time.monotonic() - request.began_seconds)
+        with self._lock:
+            self._failed_in_a_row = self._busy_in_a_row = 0
         return "direct"
 
     def send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:

@@ -8,13 +8,13 @@ and the difference matters, `diagnosis` asks the store once more, by a request t
 
 from __future__ import annotations
 
-import errno
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TypeAlias
 
 import botocore.exceptions as botocore_exceptions
+import botocore.parsers
 import obstore.exceptions as obstore_exceptions
 
 from dcp_remote.errors import (
@@ -28,6 +28,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage.base import Condition
 from dcp_remote.storage.cloud.redaction import redact
+from dcp_remote.storage.local_files import TRANSIENT_ERRNOS
 
 CloudError: TypeAlias = StorageError | InvalidArgumentError
 ErrorClass: TypeAlias = type[StorageError] | type[InvalidArgumentError]
@@ -65,6 +66,7 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     botocore_exceptions.FlexibleChecksumError: TransientStorageError,
     botocore_exceptions.CapacityNotAvailableError: TransientStorageError,
     botocore_exceptions.MetadataRetrievalError: TransientStorageError,
+    botocore.parsers.ResponseParserError: TransientStorageError,  # a proxy's page, or half an answer
     botocore_exceptions.SSLError: StorageError,  # a retry does not change the certificate
     # Credentials.
     botocore_exceptions.NoCredentialsError: PermissionDeniedError,
@@ -79,22 +81,6 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them.
     botocore_exceptions.ClientError: PermissionDeniedError,
 }
-
-# Errors of the operating system, known by their number only, that a later attempt may not meet.
-_TRANSIENT_ERRNOS = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EHOSTUNREACH,
-        errno.EHOSTDOWN,
-        errno.ENETUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENOBUFS,
-        errno.EMFILE,  # another request will release its descriptor
-        errno.ENFILE,
-    }
-)
 
 # Advice by S3's error code for refused credentials. The codes are part of S3's interface.
 ADVICE = {
@@ -193,7 +179,7 @@ _DUMP = "Debug source:"
 def classify_error(error: BaseException) -> ErrorClass:
     """Return this package's class for an error of another library: by class, for plain OSErrors by errno."""
     for base in type(error).__mro__:
-        if base is OSError and isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+        if base is OSError and isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return TransientStorageError
         if base in ERROR_CLASSES:
             return ERROR_CLASSES[base]

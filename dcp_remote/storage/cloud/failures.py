@@ -15,6 +15,7 @@ from dcp_remote.errors import (
     StorageError,
     TransientStorageError,
 )
+from dcp_remote.storage.base import FOREIGN_KEY
 from dcp_remote.storage.cloud.errors import (
     WHAT,
     CloudError,
@@ -87,12 +88,7 @@ def _explain(error: Exception, failure: CloudError, request: FailedRequest, prov
         # 409 to an unconditional PUT: another request for this key is under way, so a retry may pass.
         return TransientStorageError(WHAT[TransientStorageError], **failure.details)
     if isinstance(error, InvalidPathError) and verb == "list":
-        return StorageError(
-            "Under this URL lies an object whose key no checkpoint has: empty, `.` or `..` parts, or a control "
-            "character. Remove it.",
-            url=url,
-            cause=str(failure),
-        )
+        return StorageError(FOREIGN_KEY, url=url, cause=str(failure))
     return failure
 
 

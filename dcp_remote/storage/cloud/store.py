@@ -29,14 +29,16 @@ from dcp_remote.storage.base import (
     Condition,
     Content,
     ObjectInfo,
+    PlacedStore,
     Version,
+    check_listing,
     make_oversize_error,
     make_short_error,
     may_follow,
 )
 from dcp_remote.storage.cloud.azure import Azure
 from dcp_remote.storage.cloud.clients import Clients
-from dcp_remote.storage.cloud.direct_reads import DirectCounts, DirectReads, Outcome
+from dcp_remote.storage.cloud.direct_reads import DirectReads, Outcome
 from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code, is_web_page, make_web_page_error
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
 from dcp_remote.storage.cloud.google import GoogleCloud
@@ -99,7 +101,7 @@ class Bucket:
         )
 
 
-class CloudStore:
+class CloudStore(PlacedStore):
     """Prefix of a bucket, opened by `open_cloud_store`. Safe to use from many threads; pickles its configuration.
 
     Children share the clients of their parent. A process that was forked after the first request cannot use its stores;
@@ -108,46 +110,32 @@ class CloudStore:
 
     def __init__(self, parsed: ParsedUrl, bucket: Bucket) -> None:
         """Store the arguments; nothing is sent."""
-        self._parsed = parsed
+        self._place = parsed
         self._bucket = bucket
         self._provider = bucket.provider
         self._clients = bucket.clients
 
-    def __repr__(self) -> str:
-        """Return the class and URL, without options: some are secrets."""
-        return f"{type(self).__name__}({self.url!r})"
-
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the configuration, explicit credentials included; treat such a pickle as a secret."""
-        return _reopen, (self._parsed, self._provider.options, self._bucket.timeouts)
-
-    @property
-    def url(self) -> str:
-        """Implement `ObjectStore.url`."""
-        return self._parsed.canonical
+        return _reopen, (self._place, self._provider.options, self._bucket.timeouts)
 
     @property
     def capabilities(self) -> Capabilities:
         """Implement `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
         return _CAPABILITIES
 
-    @property
-    def direct_counts(self) -> DirectCounts:
-        """Counts of the ranges that this process read, of this store and its children; zeros except for S3."""
-        return self._bucket.direct.counts
-
     def child(self, prefix: str) -> CloudStore:
         """Implement `ObjectStore.child`."""
-        return CloudStore(self._parsed.child(prefix), self._bucket)
+        return CloudStore(self._place.child(prefix), self._bucket)
 
     def parent(self) -> CloudStore | None:
         """Return the store of the folder above; None for the bucket. Not part of the contract."""
-        above = self._parsed.parent()
+        above = self._place.parent()
         return CloudStore(above, self._bucket) if above is not None else None
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request."""
-        path = self._path(key)
+        path = self._place.key(key)
         meta = self._send("head", key, lambda: obstore.head(self._clients.get(download=True), path))
         return self._info(key, meta)
 
@@ -157,16 +145,16 @@ class CloudStore:
         A missing bucket raises the same error as a missing object, since telling them apart would cost every first save
         one more request; `explain_missing` tells them apart.
         """
-        path = self._path(key)
+        path = self._place.key(key)
 
         def request() -> Content:
             result = obstore.get(self._clients.get(download=True, size_bytes=limit_bytes), path)
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
-                raise make_oversize_error(f"{self.url}/{key}", size_bytes=size_bytes, limit_bytes=limit_bytes)
+                raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)
             data = bytes(result.bytes())
             if is_web_page(data):
-                raise make_web_page_error(f"{self.url}/{key}", endpoint_url=self._provider.endpoint_url())
+                raise make_web_page_error(self._named(key), endpoint_url=self._provider.endpoint_url())
             return Content(data=data, version=self._provider.version_of(result.meta))
 
         return self._send("get", key, request)
@@ -176,7 +164,7 @@ class CloudStore:
 
         One HEAD more if the object may be too short, and the store did not say so by an error code.
         """
-        path = self._path(key)
+        path = self._place.key(key)
         stop = start + len(buffer)
 
         def read_with_obstore() -> memoryview:
@@ -198,44 +186,35 @@ class CloudStore:
                             size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
                     if code != SHORT_OBJECT_CODE and (size_bytes is None or size_bytes >= stop):
                         raise
-                    raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=stop) from None
+                    raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=stop) from None
                 if len(data) != len(buffer):
                     size_bytes = start + len(data)
-                    raise make_short_error(f"{self.url}/{key}", size_bytes=size_bytes, start=start, stop=stop)
+                    raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=stop)
                 buffer[:] = data
                 # Credentials renewed in between mean that the store refused the old ones, and not direct reads.
-                if signed_with not in (None, self._provider.get_signing_credentials()):
-                    outcome = "skipped"
-            if outcome is not None:
-                self._bucket.direct.note_read(outcome, began_seconds)
+                if outcome == "failed" and signed_with in (None, self._provider.get_signing_credentials()):
+                    self._bucket.direct.note_failed(began_seconds)
 
         self._send("get_into", key, request)
 
-    def _read_directly(
-        self, path: str, start: int, buffer: memoryview, hedge: Callable[[], memoryview]
-    ) -> Outcome | None:
-        """Try to read a range directly; None where ranges are never read directly, which are not counted."""
-        provider, direct, throttle = self._provider, self._bucket.direct, self._bucket.throttle
+    def _read_directly(self, path: str, start: int, buffer: memoryview, hedge: Callable[[], memoryview]) -> Outcome:
+        """Try to read a range directly."""
+        provider, size_bytes = self._provider, len(buffer)
         if not provider.reads_directly() or is_reread():
-            return None
-        route = direct.choose()
-        if route != "direct":
-            return route
-        url = provider.sign_get(self._clients.get(download=True, size_bytes=len(buffer)), path)
-        if url is None:
             return "skipped"
-        return direct.read(
-            url,
+        is_overloaded = self._bucket.throttle.share < 1  # so that no second requests are sent
+        return self._bucket.direct.read(
+            lambda: provider.sign_get(self._clients.get(download=True, size_bytes=size_bytes), path),
             start,
             buffer,
             verify=provider.verify(),
-            seconds=self._clients.request_seconds(len(buffer)),
-            hedge=hedge if throttle.share == 1 else None,  # else the store is overloaded: send no second requests
+            seconds=self._clients.request_seconds(size_bytes),
+            hedge=None if is_overloaded else hedge,
         )
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME before it answers."""
-        path = self._path(key)
+        path = self._place.key(key)
         body = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         size_bytes = sum(view.nbytes for view in body)
         mode = self._put_mode(key, condition)
@@ -250,7 +229,7 @@ class CloudStore:
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. One request per 1,000 objects; more if `prefix` ends within a name."""
         check_list_prefix(prefix)
-        return self._list(prefix, after)
+        return check_listing(self._list(prefix, after), url=self.url, prefix=prefix, after="")
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Implement `ObjectStore.delete`. One request per 1,000 keys on S3, per 256 on Azure, per key on Google Cloud.
@@ -259,7 +238,7 @@ class CloudStore:
         is denied throughout, or the caller's deadline passes; the remaining keys are then reported with that error.
         """
         for key in keys:
-            self._path(key)
+            check_key(key)
         failed: dict[str, StorageError] = {}
         for first in range(0, len(keys), _DELETE_KEYS_MAX):
             failed.update(self._delete_batch(keys[first : first + _DELETE_KEYS_MAX]))
@@ -271,7 +250,7 @@ class CloudStore:
         One request to S3, sent after a manifest was not found; never on the path of a save. Google Cloud and Azure show
         a missing bucket only in the answer to a PUT, so the result for them is None.
         """
-        found = self._send("get", "", lambda: self._provider.diagnose(self._parsed.prefix))
+        found = self._send("get", "", lambda: self._provider.diagnose(self._place.prefix))
         return add_request(found, verb="get", url=self.url) if found is not None else None
 
     def find_unproven_server(self) -> str | None:
@@ -280,11 +259,7 @@ class CloudStore:
         Sends nothing; see `conditional_writes`.
         """
         endpoint_url = self._send("open", "", self._provider.endpoint_url)
-        return find_unproven_server(endpoint_url, self._parsed.bucket, known_hosts=self._provider.known_hosts)
-
-    def _path(self, key: str) -> str:
-        check_key(key)
-        return f"{self._parsed.prefix}/{key}" if self._parsed.prefix else key
+        return find_unproven_server(endpoint_url, self._place.bucket, known_hosts=self._provider.known_hosts)
 
     def _info(self, key: str, meta: ObjectMeta) -> ObjectInfo:
         return ObjectInfo(
@@ -303,28 +278,23 @@ class CloudStore:
         if mode is None:
             raise ConditionFailedError(
                 "The object is not in the state that this write asks for: no object has this version.",
-                url=f"{self.url}/{key}",
+                url=self._named(key),
             )
         return mode
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        root = f"{self._parsed.prefix}/" if self._parsed.prefix else ""
+        root = f"{self._place.prefix}/" if self._place.prefix else ""
         # obstore lists whole folders. No caller has a prefix that ends within a name.
         folder = f"{root}{prefix}".rpartition("/")[0]
         offset = _offset(f"{root}{after}") if after else ""
         last = ""
         for meta in self._pages(prefix, folder, offset):
-            if not meta["path"].startswith(root):
-                continue  # the marker of this very folder, as some consoles create it
             key = meta["path"].removeprefix(root)
-            if not key.startswith(prefix) or key <= after:
-                continue
-            if not may_follow(key, last):
-                if meta["size"] == 0:
-                    continue  # the marker of a "folder": some consoles create `name/`, which obstore shows as `name`
-                raise StorageError("The store does not list its keys in order.", url=f"{self.url}/{key}", after=last)
-            last = key
-            yield self._info(key, meta)
+            # Left out are markers of "folders", of some consoles: this very one, and `name/`, shown as `name`.
+            is_marker = not meta["path"].startswith(root) or (meta["size"] == 0 and not may_follow(key, last))
+            if key.startswith(prefix) and key > after and not is_marker:
+                last = key
+                yield self._info(key, meta)
 
     def _pages(self, prefix: str, folder: str, offset: str) -> Iterator[ObjectMeta]:
         """List a folder page by page, raising errors of this package."""
@@ -346,7 +316,7 @@ class CloudStore:
             offset = metas[-1]["path"] if metas else offset
 
     def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        paths = [self._path(key) for key in keys]
+        paths = [self._place.key(key) for key in keys]
         try:
             obstore.delete(self._clients.get(download=False), paths)
         except FAILURES as error:
@@ -381,7 +351,7 @@ class CloudStore:
         """Delete one object; return the error if it may still exist."""
 
         def request() -> None:
-            obstore.delete(self._clients.get(download=False, delete_singly=True), self._path(key))
+            obstore.delete(self._clients.get(download=False, delete_singly=True), self._place.key(key))
 
         try:
             self._send("delete", key, request)
@@ -400,8 +370,8 @@ class CloudStore:
         """
         failed_request = FailedRequest(
             verb=verb,
-            url=f"{self.url}/{key}" if key else self.url,
-            prefix=self._parsed.prefix,
+            url=self._named(key),
+            prefix=self._place.prefix,
             signed_with=self._provider.get_signing_credentials(),
             is_conditional=is_conditional,
         )

@@ -22,18 +22,16 @@ from dcp_remote.errors import (
     CommitConflictError,
     ConditionFailedError,
     CorruptCheckpointError,
-    PermissionDeniedError,
     StorageError,
     TransientStorageError,
 )
 from dcp_remote.run import commit
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.base import Condition
-from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
-from dcp_remote.testing.store_suite import StoreSuite
 from tests.run.test_commit import body as manifest_body
 from tests.support.ceph import CephGateway, ceph_gateway, ceph_is_installed
+from tests.support.clouds import S3Suite
 from tests.support.training import assert_same, full
 
 pytestmark = [
@@ -49,16 +47,16 @@ def ceph() -> Iterator[CephGateway]:
 
 
 @pytest.fixture(scope="module")
-def client(ceph: CephGateway) -> Any:
+def raw_s3(ceph: CephGateway) -> Any:
     """Client of botocore, which bypasses the store."""
     return ceph.client()
 
 
 @pytest.fixture
-def bucket(client: Any) -> str:
+def bucket(raw_s3: Any) -> str:
     """An empty bucket."""
     name = f"test-{uuid.uuid4().hex}"
-    client.create_bucket(Bucket=name)
+    raw_s3.create_bucket(Bucket=name)
     return name
 
 
@@ -69,26 +67,12 @@ def suite_store(ceph: CephGateway) -> ObjectStore:
     return open_store("s3://suite", ceph.storage_options)
 
 
-class TestS3OnCeph(StoreSuite):
+class TestS3OnCeph(S3Suite):
     """Run the store suite, each test under a prefix of its own, and check by botocore."""
-
-    version_is_digest = True
 
     @pytest.fixture
     def store(self, suite_store: ObjectStore) -> ObjectStore:
         return suite_store.child(uuid.uuid4().hex)
-
-    @pytest.fixture(autouse=True)
-    def _look_past(self, client: Any) -> None:
-        self.client = client
-
-    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
-        url = parse_url(store.url)
-        self.client.put_object(Bucket=url.bucket, Key=f"{url.prefix}/{key}", Body=data)
-
-    def raw_read(self, store: ObjectStore, key: str) -> bytes:
-        url = parse_url(store.url)
-        return bytes(self.client.get_object(Bucket=url.bucket, Key=f"{url.prefix}/{key}")["Body"].read())
 
 
 def run_at_once(number: int, work: Callable[[int], str]) -> list[str]:
@@ -243,35 +227,14 @@ def test_quoted_etags_are_refused_and_the_error_names_the_option(ceph: CephGatew
     assert commit.read_slot(store) == slot
 
 
-@pytest.mark.parametrize(
-    ("wrong", "advice"),
-    [
-        ({"aws_secret_access_key": "not-the-secret"}, "The secret key is not that of the access key."),
-        ({"aws_access_key_id": "not-the-key"}, "The store does not know this access key."),
-    ],
-)
-def test_wrong_credentials(ceph: CephGateway, bucket: str, wrong: dict[str, str], advice: str) -> None:
-    """Read, write and list with one wrong key each: the error says which of the two, and shows neither."""
-    store = open_store(f"s3://{bucket}", ceph.storage_options | wrong)
-    calls: list[Callable[[], object]] = [
-        lambda: store.get("key", limit_bytes=1),
-        lambda: store.put("key", [b"x"]),
-        lambda: list(store.list()),
-    ]
-    for call in calls:
-        with pytest.raises(PermissionDeniedError, match=advice) as caught:
-            call()
-        assert "not-the-secret" not in str(caught.value)
-
-
 # ---- puts that are broken off
 
 
-def test_a_put_that_is_broken_off(ceph: CephGateway, bucket: str, client: Any) -> None:
+def test_a_put_that_is_broken_off(ceph: CephGateway, bucket: str, raw_s3: Any) -> None:
     """Send half of a body and disconnect, as a killed rank does: there is no object, and none of it is listed."""
-    client.put_object(Bucket=bucket, Key="whole", Body=b"x")
+    raw_s3.put_object(Bucket=bucket, Key="whole", Body=b"x")
     address = urlsplit(ceph.endpoint_url)
-    url = urlsplit(client.generate_presigned_url("put_object", Params={"Bucket": bucket, "Key": "half"}))
+    url = urlsplit(raw_s3.generate_presigned_url("put_object", Params={"Bucket": bucket, "Key": "half"}))
     lines = [f"PUT {url.path}?{url.query} HTTP/1.1", f"Host: {url.netloc}", "Content-Length: 1000", "", ""]
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
         connection.sendall("\r\n".join(lines).encode() + b"x" * 500)

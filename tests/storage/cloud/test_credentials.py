@@ -78,15 +78,10 @@ class Role:
 
 
 @pytest.fixture(autouse=True)
-def credentials_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def credentials_file(empty_environment: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Remove all configuration of AWS except one file of this test; return its path."""
-    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    return tmp_path / "credentials"
+    return empty_environment.parent / "credentials"
 
 
 def write(path: Path, number: int) -> None:

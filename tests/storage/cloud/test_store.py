@@ -5,13 +5,11 @@ from __future__ import annotations
 import html
 import os
 import socket
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import boto3
 import pytest
 
 from dcp_remote.errors import (
@@ -24,40 +22,21 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
-from dcp_remote.storage.cloud.direct_reads import DirectCounts
 from dcp_remote.storage.cloud.endpoint import S3Options, resolve_s3
 from dcp_remote.storage.cloud.options import parse_options
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
-from dcp_remote.testing.store_suite import StoreSuite
-from tests.support.clouds import OBJECT_HEADERS, VERBS, listing, open_s3
-
-CREDENTIALS = {
-    "aws_access_key_id": "an-access-key",
-    "aws_secret_access_key": "a-secret-key",
-    "region_name": "us-east-1",
-}
+from tests.support.clouds import OBJECT_HEADERS, VERBS, S3Suite, is_direct, listing, open_s3
 
 
-def open_on(server: ScriptedServer, url: str = "s3://bucket/prefix", **options: object) -> CloudStore:
-    given: dict[str, object] = {"endpoint_url": server.endpoint_url, **options}
-    if url.startswith("s3:"):
-        given = CREDENTIALS | given
-    return open_cloud_store(parse_url(url), given)
+def open_on(server: ScriptedServer, url: str = "s3://bucket/prefix", **options: Any) -> CloudStore:
+    return open_s3(server.endpoint_url, url, **options)
 
 
-@pytest.fixture(scope="module")
-def raw_s3(s3_server: S3Server) -> Any:
-    """Client of boto3 for the same server."""
-    return boto3.client("s3", **s3_server.storage_options)  # type: ignore[call-overload]  # its arguments by name
-
-
-class TestS3OnMoto(StoreSuite):
+class TestS3OnMoto(S3Suite):
     """Run the store suite, and check by boto3."""
-
-    version_is_digest = True
 
     @pytest.fixture
     def store(self, s3_server: S3Server) -> Iterator[ObjectStore]:
@@ -65,17 +44,7 @@ class TestS3OnMoto(StoreSuite):
         s3_server.create_bucket(bucket)
         store = open_cloud_store(parse_url(f"s3://{bucket}"), s3_server.storage_options)
         yield store
-        assert store.direct_counts == DirectCounts(direct=store.direct_counts.ranges)
-
-    @pytest.fixture(autouse=True)
-    def _look_past(self, raw_s3: Any) -> None:
-        self.client = raw_s3
-
-    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
-        self.client.put_object(Bucket=parse_url(store.url).bucket, Key=key, Body=data)
-
-    def raw_read(self, store: ObjectStore, key: str) -> bytes:
-        return bytes(self.client.get_object(Bucket=parse_url(store.url).bucket, Key=key)["Body"].read())
+        assert store._bucket.direct._failed_in_a_row == 0  # no range was left to obstore
 
 
 def test_objects_beside_a_prefix(s3_server: S3Server) -> None:
@@ -152,7 +121,7 @@ def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
         store = open_on(server)
         store.get_into("key", 0, memoryview(bytearray(2)))
-        assert store.direct_counts == DirectCounts(direct=1)
+        assert [is_direct(request.path) for request in server.requests] == [True]
     assert tried
 
 
@@ -204,24 +173,6 @@ def test_timeouts_grow_with_the_size() -> None:
     assert len({timeouts.request_seconds(size_bytes) for size_bytes in range(0, 2**30, 2**20)}) < 10
 
 
-def test_threads_share_one_store(s3_server: S3Server) -> None:
-    """Start sixteen threads on a store without clients: every object arrives."""
-    s3_server.create_bucket("threads")
-    store = open_cloud_store(parse_url("s3://threads"), s3_server.storage_options)
-    barrier = threading.Barrier(16)
-
-    def put(number: int) -> None:
-        barrier.wait()
-        store.child(f"c{number % 2}").put(f"k{number:02}", [f"{number}".encode()])
-
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [info.key for info in store.list()] == sorted(f"c{number % 2}/k{number:02}" for number in range(16))
-
-
 def test_listing_with_markers_and_foreign_keys(s3_server: S3Server, raw_s3: Any) -> None:
     """List a console's `folder/` object, which is skipped, and an invalid key, which the error names as the reason."""
     s3_server.create_bucket("foreign-keys")
@@ -231,7 +182,7 @@ def test_listing_with_markers_and_foreign_keys(s3_server: S3Server, raw_s3: Any)
     raw_s3.put_object(Bucket="foreign-keys", Key="run/a/", Body=b"")
     assert [info.key for info in store.list()] == ["a", "a-b"]
     raw_s3.put_object(Bucket="foreign-keys", Key="run/b/./c", Body=b"")
-    with pytest.raises(StorageError, match="whose key no checkpoint has"):
+    with pytest.raises(StorageError, match="a key that no checkpoint has"):
         list(store.list())
 
 
@@ -259,6 +210,7 @@ def test_keys_that_are_ordered_by_utf_16() -> None:
             list(open_on(server, "s3://bucket/run").list())
 
 
+@pytest.mark.usefixtures("empty_environment")
 @pytest.mark.parametrize(
     ("bucket", "options", "endpoint_url", "virtual_hosted"),
     [
@@ -269,13 +221,8 @@ def test_keys_that_are_ordered_by_utf_16() -> None:
         ("bucket", {"region": "eu-west-1", "addressing_style": "path"}, "https://s3.eu-west-1.amazonaws.com", False),
     ],
 )
-def test_addresses(
-    bucket: str, options: dict[str, object], endpoint_url: str, virtual_hosted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses(bucket: str, options: dict[str, object], endpoint_url: str, virtual_hosted: bool) -> None:
     """Resolve endpoints by botocore; nothing is sent."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     place = resolve_s3(bucket, parse_options(S3Options, options))
     assert (place.endpoint_url, place.virtual_hosted) == (endpoint_url, virtual_hosted)
 
