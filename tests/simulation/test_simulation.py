@@ -204,11 +204,11 @@ CARRY_OUT = Deletions._carry_out
 LIVE = gc._live
 
 
-def looking_once() -> Callable[..., gc._Seen | None]:
+def looking_once() -> Callable[..., gc.Seen | None]:
     """Remove the orphans of the first look, though a save committed before the floor was raised."""
-    seen: dict[int, gc._Seen | None] = {}
+    seen: dict[int, gc.Seen | None] = {}
 
-    def live(store: ObjectStore, named: LiveShards, *other: Any) -> gc._Seen | None:
+    def live(store: ObjectStore, named: LiveShards, *other: Any) -> gc.Seen | None:
         if id(named) not in seen:
             seen.clear()
             seen[id(named)] = LIVE(store, named, *other)
