@@ -39,18 +39,30 @@ _records = [memoryview(bytearray(_RECORDS_BYTES))]
 _TURN_RECORDS = 1024
 
 
-# Address family that answered last, by host: an address that does not answer costs its share of the time once.
+# Time for an address that does not answer, before the next one is tried (RFC 8305, section 5, but one at a time); and
+# the address family that answered last, by host.
+_NEXT_ADDRESS_SECONDS = 0.25
 _families: dict[str, int] = {}
 
 
 def _connect(host: str, port: int, seconds: float) -> socket.socket:
-    """Connect to an address of a host that answers, in an equal share of the time for each address."""
+    """Connect to an address of a host that answers, in `seconds` for all addresses together.
+
+    Each address is tried briefly, so that a dead one costs little; then each for an equal share of the time, for hosts
+    that are far away, and for lost packets.
+    """
+    deadline = time.monotonic() + seconds
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found.sort(key=lambda info: info[0] != _families.get(host, info[0]))
+    brief = [(info, _NEXT_ADDRESS_SECONDS) for info in found] if len(found) > 1 else []
     error: OSError = OSError("The host has no address.")
-    for family, kind, protocol, _, address in found:
+    for (family, kind, protocol, _, address), limit_seconds in [
+        *brief,
+        *((info, seconds / len(found)) for info in found),
+    ]:
+        left_seconds = max(0.001, deadline - time.monotonic())
         sock = socket.socket(family, kind, protocol)
-        sock.settimeout(max(0.001, seconds / len(found)))
+        sock.settimeout(min(left_seconds, limit_seconds))
         try:
             sock.connect(address)
         except OSError as failure:
