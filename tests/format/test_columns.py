@@ -56,6 +56,13 @@ def test_more_entries_than_any_column_are_refused_unread(monkeypatch: pytest.Mon
             decode_column(f"{width}:" + "!" * (1100 * width * 4 // 3), name="c")
 
 
+def test_columns_of_another_length() -> None:
+    """Half a number, and fewer or more numbers than expected."""
+    for text, count in (("2:AA==", None), ("1:AAAA", 2), ("1:AAAA", 4), ("1:", 1)):
+        with pytest.raises(CorruptCheckpointError):
+            decode_column(text, name="c", count=count)
+
+
 def test_bytes() -> None:
     """Base64 is decoded as it was encoded; other texts are refused."""
     for data in (b"", b"\x00", bytes(range(256))):

@@ -114,13 +114,17 @@ def flatten(*paths: tuple[str | int, ...]) -> Callable[[Manifest], Manifest]:
 # What a change of one number of a document, or one of `tests/attacks/test_documents.py`, does not show.
 CONTRADICTIONS: list[tuple[Callable[[Manifest], Manifest], str]] = [
     (shards(table_lengths=put(0, 16)), "block table"),
+    (tensors(shape=put(0, 2**53)), "a tensor is too large"),
     (tensors(chunk_pieces=lambda v: column([2, 1, *v[2:].tolist()])), "not as long as the chunk"),
+    (pieces(length=put(0, 0)), "a piece is empty"),
     (pieces(length=lambda v: column([24, 7, 17, *v[3:].tolist()])), "splits an element"),
     (lambda m: replace(m, stored=(replace(m.stored[0], piece_first=0), *m.stored[1:])), "not consecutive"),
     (lambda m: replace(m, run=RunInfo("7" * 32, -1, 0, 0)), "number of the run"),
     (lambda m: replace(m, run=RunInfo("7" * 32, 1, 0, 2**70)), "number of the run"),
     (lambda m: replace(m, run=RunInfo("7" * 31, 1, 0, 0)), "run_id"),
     (lambda m: replace(m, run=RunInfo("7" * 32, 1, 0, 0, metrics=(("loss", float("nan")),))), "metric"),
+    (lambda m: replace(m, positions=(0, 0, 1, 2)), "not distinct positions"),
+    (flatten((0,)), "is a list"),
     (flatten(("a", 10_000_000)), "too long, or has keys that are no indices"),
     (flatten(("a", 6_000_000), ("b", 6_000_000)), "too long, or has keys that are no indices"),
 ]
