@@ -3,6 +3,7 @@
 manager is the class; rank_save and rank_restore are one rank's part of its calls, coordinator the coordinator's;
 background_save runs a save beside training; preemption stops all ranks at one step, sigterm handles the signal;
 training_state makes a state, random_states is a part of it; reports, progress and telemetry tell how it went.
+rank_checks is no part of it: what ranks check before a training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ __all__ = [
     "preemption",
     "progress",
     "random_states",
+    "rank_checks",
     "rank_restore",
     "rank_save",
     "reports",
