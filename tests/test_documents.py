@@ -43,6 +43,8 @@ NOT_RUN_LINES = {
     "make ": "a target of the Makefile, which CI runs itself, or which takes minutes",
     "pip install": "installs",
     "python examples/first_hour.py": "tests/test_examples.py runs it",
+    'eval "$(dcp-remote completion': "a line of a shell's file; tests/cli/test_main.py runs it",
+    "dcp-remote completion": "the same",
     "dcp-remote recover": "refuses a run whose catalog can be read; tests/cli/test_recover.py runs it",
 }
 

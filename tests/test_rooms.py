@@ -40,8 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"errors", "__init__", "common"},
 }
 
-# The one import below the line: the commands that move checkpoints import this when they run, and not before.
-IMPORTED_IN_A_FUNCTION = {("cli.transfer", "transfer.__init__")}
+# Imports below the line, when a command runs and not before: those that move checkpoints, and a check under torchrun.
+IMPORTED_IN_A_FUNCTION = {("cli.transfer", "transfer.__init__"), ("cli.doctor", "manager.rank_checks")}
 
 # These import no torch, not even for types: the command line starts without it.
 WITHOUT_TORCH = {"errors", "common", "storage", "format", "run", "cli", "launch"}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 from dcp_remote.cli.arguments import StorageOptions, Url, name_options
 from dcp_remote.cli.output import Output
 from dcp_remote.common.provenance import software_versions
+from dcp_remote.common.text import join_some
 from dcp_remote.storage import open_store
-from dcp_remote.storage.checks import Check, StoreChecks, run_checks
+from dcp_remote.storage.checks import MEASURED, Check, Finding, StoreChecks, check_machine, run_checks
 from dcp_remote.storage.cloud.redaction import redact
 from dcp_remote.storage.limits import take_limits
 from dcp_remote.storage.url import parse_url
@@ -17,33 +23,99 @@ _NAME_CHARACTERS = 18
 def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> bool:
     """Check what a training needs before it writes here.
 
-    Prints a line for each check of network, credentials, permissions, behaviour and rules of the bucket, and a cure for
-    each that fails. Sends about 25 requests, and 8 MiB in each direction. Objects are deleted at the end, also after
-    Ctrl-C. Shows no secret. The exit code is 1 if a check has failed; a server that does not answer is reported within
-    half a minute.
+    Prints a line for each check of machine, network, credentials, permissions, behaviour and rules of the bucket, and a
+    cure for each that fails. Sends about 25 requests, and 8 MiB in each direction. Objects are deleted at the end, also
+    after Ctrl-C. Shows no secret. The exit code is 1 if a check has failed; a server that does not answer is reported
+    within half a minute. Under torchrun (--no-python dcp-remote doctor URL) each rank makes all checks, and whether
+    ranks reach each other; rank 0 prints one report.
     """
     parsed = parse_url(url)
     probes = StoreChecks(open_store(url, storage_options), parsed)
-    checks: list[Check] = []
+    checks = [*check_machine()]
     if parsed.scheme == "s3":
         # Imported here, so that a local folder needs no cloud client.
         from dcp_remote.storage.cloud.checks import S3Checks
 
         checks += S3Checks(parsed, take_limits(storage_options or {})[1]).checks()
     checks += probes.checks()
+    # Not by RANK and WORLD_SIZE alone: in a pod of Kubeflow's they are set, and the store is that of a training.
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _check_ranks(out, probes, checks)
 
     out.say(f"{probes.url}: objects below this URL are written, read and deleted")
-    found: list[dict[str, object]] = []
-    failed = 0
+    found: list[dict[str, Any]] = []
     try:
-        for name, finding in run_checks(checks):
-            # Errors name Python's arguments, and quote what a user or a server wrote.
-            fact, cure = (redact(name_options(text, doctor), ()) for text in (finding.fact, finding.cure))
-            found.append({"name": name, "state": finding.state, "fact": fact, "cure": cure})
-            failed += finding.state == "fail"
-            out.say(f"{finding.state:<4}  {name:<{_NAME_CHARACTERS}}  {fact}{f'. {cure}' if cure else ''}")
+        for row in _make_rows(checks):
+            found.append(row)
+            out.say(_format_row(row))
     finally:
         probes.clean()
-    out.say(f"{failed} of {len(found)} checks failed" if failed else "no check failed: a training can write here")
+    return _end(out, found)
+
+
+def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check]) -> bool:
+    """Make the checks on this rank, and on rank 0 print those of all ranks; return there whether one has failed."""
+    # Imported here, since it imports torch.
+    from dcp_remote.manager.rank_checks import exchange_reports
+
+    versions = ", ".join(f"{name} {number}" for name, number in software_versions().items())
+    own = [*checks, Check("versions", lambda: Finding("ok", versions))]
+    reports: list[dict[str, Any]] = []
+
+    def exchange() -> Finding:
+        reports[:] = exchange_reports(reports[0])
+        return Finding("ok", f"all {len(reports)} ranks have come")
+
+    try:
+        reports.append({"host": socket.gethostname(), "checks": [*_make_rows(own)]})
+        found = [*_make_rows([Check("ranks", exchange)])]
+    finally:
+        probes.clean()  # not before: it removes new folders, in which other ranks may still write
+    is_first = os.environ["RANK"] == "0"
+    found += merge_reports(reports, int(os.environ["WORLD_SIZE"])) if is_first else []
+    for row in found:
+        if is_first or row["state"] != "ok":
+            out.say(_format_row(row))
+    return is_first and _end(out, found)
+
+
+def merge_reports(reports: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Return the rows of all ranks' reports, equal ones as one; `ranks` and `hosts` tell whose, if not those of all.
+
+    Measured values of a check that went well differ everywhere: those of the first rank stand for all.
+    """
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for rank, report in enumerate(reports):
+        for row in report["checks"]:
+            is_measured = row["state"] == "ok" and row["name"] in MEASURED
+            key = (row["name"], row["state"], "" if is_measured else row["fact"], row["cure"])
+            one = merged.setdefault(key, {**row, "ranks": [], "hosts": []})
+            one["ranks"].append(rank)
+            one["hosts"] = list(dict.fromkeys([*one["hosts"], report["host"]]))
+    for row in merged.values():
+        if len(row["ranks"]) == world_size:
+            del row["ranks"], row["hosts"]
+    names = list(dict.fromkeys(name for name, *_ in merged))
+    return sorted(merged.values(), key=lambda row: names.index(row["name"]))
+
+
+def _make_rows(checks: Sequence[Check]) -> Iterator[dict[str, Any]]:
+    """Make one check after another, and yield its row of the report."""
+    for name, finding in run_checks(checks):
+        # Errors name Python's arguments, and quote what a user or a server wrote.
+        fact, cure = (redact(name_options(text, doctor), ()) for text in (finding.fact, finding.cure))
+        yield {"name": name, "state": finding.state, "fact": fact, "cure": cure}
+
+
+def _format_row(row: Mapping[str, Any]) -> str:
+    ranks = f"rank {join_some(row['ranks'])} ({join_some(row['hosts'])}): " if "ranks" in row else ""
+    cure = f". {row['cure']}" if row["cure"] else ""
+    return f"{row['state']:<4}  {row['name']:<{_NAME_CHARACTERS}}  {ranks}{row['fact']}{cure}"
+
+
+def _end(out: Output, found: Sequence[Mapping[str, Any]]) -> bool:
+    """Print the end of the report, and return whether a check has failed."""
+    failed = [row for row in found if row["state"] == "fail"]
+    out.say(f"{len(failed)} of {len(found)} checks failed" if failed else "no check failed: a training can write here")
     out.give({"dcp_remote": software_versions()["dcp_remote"], "checks": found})
-    return failed > 0
+    return bool(failed)

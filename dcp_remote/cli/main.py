@@ -15,8 +15,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from typing import Annotated, Literal
 
-from dcp_remote.cli.arguments import CommandParser, describe_options, name_options
+from dcp_remote.cli.arguments import CommandParser, argument, describe_options, name_options
 from dcp_remote.cli.bench import bench
 from dcp_remote.cli.cp import cp
 from dcp_remote.cli.deletions import prune, rm
@@ -47,6 +48,39 @@ _FOUND, _USAGE, _FAILED, _PIPE_CLOSED = 1, 2, 3, 141  # the last as of a process
 _EXIT_CODES = """exit codes: 0 done; 1 something was found that a script should know of (no such run or checkpoint,
 damage, a difference, a failed check); 2 wrong or refused call; 3 the store failed: nothing is known; 130 Ctrl-C"""
 
+# Positional arguments that may be local paths, whose names a shell can complete.
+_PATHS = ("url", "other", "source", "folder")
+
+
+def completion(
+    out: Output,
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], argument(choices=("bash", "zsh", "fish"), help="shell that reads the script")
+    ],
+) -> None:
+    """Print a script that completes commands and options in a shell.
+
+    Needs `pip install 'dcp-remote[completion]'`. For bash: `eval "$(dcp-remote completion bash)"`, also in ~/.bashrc.
+    The first lines of the script tell where zsh and fish look for it.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise InvalidArgumentError(
+            "Completion needs the package shtab. Install it: pip install 'dcp-remote[completion]'"
+        ) from None
+    parser, commands = _build_parser()
+    for name, command in commands.items():
+        command.description = (inspect.getdoc(COMMANDS[name]) or "").partition(".\n")[0]  # beside each name: one line
+        for action in command._actions:  # private, but argparse has no public list of them
+            if action.dest in _PATHS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # read by shtab alone
+    script = shtab.complete(parser, shell)
+    if not out.as_json:
+        print(script)
+    out.give({"shell": shell, "script": script})
+
+
 # A command returns True if it has found what the exit code shall tell. The first line of its docstring is its line of
 # `dcp-remote --help`, the rest begins its own help.
 COMMANDS: Mapping[str, Callable[..., bool | None]] = {
@@ -68,6 +102,7 @@ COMMANDS: Mapping[str, Callable[..., bool | None]] = {
     "doctor": doctor,
     "watch": watch,
     "report": report,
+    "completion": completion,
 }
 
 # Commands that write nothing to a store, and that Ctrl-C may end at once (not `verify`, which then prints where to go
@@ -77,7 +112,7 @@ _READING = ("ls", "show", "du", "diff", "watch", "report")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code; None takes the arguments of the process."""
-    options = vars(_build_parser().parse_args(arguments))
+    options = vars(_build_parser()[0].parse_args(arguments))
     name, out = options.pop("command"), Output(as_json=options.pop("as_json"))
     command = COMMANDS[name]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -114,6 +149,12 @@ def _code_of(error: DcpRemoteError) -> int:
 
 
 def _build_parser() -> argparse.ArgumentParser:
+def _print_error(text: str) -> None:
+    print(escape_unprintable(f"dcp-remote: {text}"), file=sys.stderr)
+
+
+def _build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, CommandParser]]:
+    """Return the parser, and those of its commands."""
     parser = argparse.ArgumentParser(
         prog="dcp-remote",
         description="List, inspect and clean up checkpoints of PyTorch training in object storage.",
@@ -128,4 +169,4 @@ def _build_parser() -> argparse.ArgumentParser:
         )
         one.add_arguments_of(command)
         one.add_argument("--json", dest="as_json", action="store_true", help="print a JSON document instead of text")
-    return parser
+    return parser, commands.choices

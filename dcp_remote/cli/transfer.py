@@ -1,4 +1,4 @@
-"""`dcp-remote import` and `dcp-remote export`, the only commands that need torch, which they import when they run."""
+"""`dcp-remote import` and `dcp-remote export`, which need torch, and import it when they run."""
 
 from __future__ import annotations
 

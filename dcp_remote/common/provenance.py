@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -58,11 +59,12 @@ def software_versions() -> dict[str, str]:
     return {"dcp_remote": _own_version()} | ({"torch": str(torch.__version__)} if torch is not None else {})
 
 
-def describe_software() -> dict[str, str]:
-    """Return the software that a manifest names as its writer: versions, by name, and as `git` a commit.
+def describe_software(*, meshes: Sequence[str] = ()) -> dict[str, str]:
+    """Return what a manifest names as its writer: versions, by name, as `git` a commit, and as `mesh` the meshes.
 
     The commit is that of the working directory, with `-dirty` where tracked files differ. It is left out where the
     folder is in no repository, git is not installed, or git takes more than a second. Runs git once per process.
+    `meshes` are descriptions of the saved state's device meshes.
     """
     described = software_versions()
     if os.environ.get(_VARIABLE) != "0":
@@ -70,6 +72,7 @@ def describe_software() -> dict[str, str]:
         frameworks = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
         described |= {name: number for name, number in frameworks.items() if isinstance(number, str)}
         described |= {"git": commit} if (commit := _find_commit()) else {}
+        described |= {"mesh": "; ".join(meshes)} if meshes else {}
     return {name: escape_unprintable(text)[:_PART_CHARACTERS_MAX] for name, text in described.items()}
 
 

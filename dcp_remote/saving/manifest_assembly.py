@@ -64,7 +64,7 @@ def to_manifest(
         save_id=save_id,
         replaces=replaces,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        writer=describe_software(),
+        writer=describe_software(meshes=[mesh for report in reports for mesh in report.meshes]),
         world_size=len(reports),
         shards=shards.take(named),
         tensors=tensors,

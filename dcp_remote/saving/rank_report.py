@@ -74,6 +74,7 @@ class RankReport:
     pieces: Pieces  # pieces of chunks and objects, in the order in which they were written
     inline: Mapping[str, bytes]  # JSON text of each small object, by name
     stored: tuple[StoredObject, ...]  # objects in shards, with indices into `pieces`
+    meshes: tuple[str, ...] = ()  # meshes of the state's DTensors, described; of rank 0 alone
     figures: UploadStats = UploadStats()
     notes: Notes | None = None  # None after unpickling
 

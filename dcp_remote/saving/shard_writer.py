@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from dcp_remote.common.arrays import I64, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
@@ -82,7 +83,19 @@ def write_shards(
             claimed_bytes=claimed_bytes,
             second_key=other_names.key(number),
         )
-    return _make_report(drawn, reuse, uploads, inline)
+    report = _make_report(drawn, reuse, uploads, inline)
+    return replace(report, meshes=_describe_meshes(planner)) if report.rank == 0 else report
+
+
+def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:
+    """Return the device meshes of a state's DTensors as text, each once: names and sizes of the dimensions."""
+    values = (getattr(planner, "state_dict", None) or {}).values()
+    meshes = dict.fromkeys(value.device_mesh for value in values if isinstance(value, DTensor))
+    described = (
+        zip(mesh.mesh_dim_names or [f"dimension {number}:" for number in range(mesh.ndim)], mesh.shape, strict=True)
+        for mesh in meshes
+    )
+    return tuple(dict.fromkeys(" × ".join(f"{name} {size}" for name, size in mesh) for mesh in described))
 
 
 def _encode_objects(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import (
     BucketNotFoundError,
@@ -40,6 +44,20 @@ _DELETE_SECONDS = 5.0
 _BODY_BYTES = KiB
 _LARGE_BYTES = 8 * MiB
 _LATENCY_REQUESTS = 5
+
+# Files that a process of a training may open at least: a load in which ranks read for each other needs up to 192
+# (loading/peers.py), a save fewer, and the training its own.
+_OPEN_FILES_MIN = 512
+
+# Free space of the folder in which call stacks and small files of frameworks are kept.
+_TEMPORARY_BYTES_MIN = 64 * MiB
+
+# Shared memory of Docker and Kubernetes is 64 MiB, unless set; workers of a DataLoader and NCCL need more.
+_SHARED_MEMORY_BYTES_MIN = 128 * MiB
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # asked for its size alone
+
+# Checks whose facts are measured values, which differ between ranks.
+MEASURED = ("open files", "temporary folder", "shared memory", "speed")
 
 # Permission by verb and scheme; that of Azure is a role.
 _PERMISSIONS = {
@@ -117,6 +135,38 @@ def _explain(error: StorageError | OSError, state: State) -> Finding:
     if reason := details.get("code") or details.get("cause"):
         fact += f" ({reason})"
     return Finding(state, fact, f"{advice}." if advice else _DEFAULT_CURE)
+
+
+def check_machine() -> Sequence[Check]:
+    """Return the checks of this machine: limits that a training reaches in its first save, or in the middle."""
+    temporary, cure = Path(tempfile.gettempdir()), "Free some space there, or set TMPDIR to another folder."
+    shared_cure = "Start the container with more: `docker run --shm-size=8g`, in a pod an emptyDir of medium Memory."
+    return (
+        Check("open files", _check_open_files),
+        Check("temporary folder", partial(_check_space, temporary, _TEMPORARY_BYTES_MIN, cure), failure="warn"),
+        Check(
+            "shared memory",
+            partial(_check_space, _SHARED_MEMORY, _SHARED_MEMORY_BYTES_MIN, shared_cure),
+            failure="warn",
+        ),
+    )
+
+
+def _check_open_files() -> Finding:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    is_unlimited = limit == resource.RLIM_INFINITY
+    fact = "no limit" if is_unlimited else f"a process may open {limit} files"
+    if is_unlimited or limit >= _OPEN_FILES_MIN:
+        return Finding("ok", fact)
+    return Finding("warn", fact, f"Raise the limit before the training: `ulimit -n 4096`, at least {_OPEN_FILES_MIN}.")
+
+
+def _check_space(folder: Path, least_bytes: int, cure: str) -> Finding:
+    if not folder.is_dir():
+        return Finding("skip", f"this system has no {folder}")
+    free_bytes = shutil.disk_usage(folder).free
+    fact = f"{human_bytes(free_bytes)} free in {folder}"
+    return Finding("ok", fact) if free_bytes >= least_bytes else Finding("warn", fact, cure)
 
 
 class StoreChecks:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -16,10 +20,11 @@ import boto3
 import pytest
 
 from dcp_remote.cli import main
+from dcp_remote.cli.doctor import merge_reports
 from dcp_remote.errors import PermissionDeniedError
 from dcp_remote.storage import Buffer, Content, MemoryStore, ObjectStore, Version, open_store
 from dcp_remote.storage.base import Condition
-from dcp_remote.storage.checks import StoreChecks, run_checks
+from dcp_remote.storage.checks import Check, Finding, StoreChecks, check_machine, run_checks
 from dcp_remote.storage.cloud.checks import S3Checks
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing import servers
@@ -31,11 +36,14 @@ from tests.support.schemas import require_schema
 SECRETS = ("AKIARECOGNIZABLE", "secret/of+the=tests", "token/of+the=tests", "user-of-proxy", "password-of-proxy")
 RULES = ["lifecycle", "versions", "object lock"]
 STORE = ["put", "get", "list", "conditional writes", "speed", "delete"]
+MACHINE = ["open files", "temporary folder", "shared memory"]
 
 
 @pytest.fixture(autouse=True)
 def _no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Take the user's configuration of AWS away, and the request for credentials of an instance."""
+    """Take the user's configuration of AWS away, the request for credentials of an instance, and this machine."""
+    machine = [Check(name, lambda: Finding("ok", "enough")) for name in MACHINE]
+    monkeypatch.setattr("dcp_remote.cli.doctor.check_machine", lambda: machine)
     nowhere = tmp_path_factory.mktemp("configuration")
     for name in [name for name in os.environ if name.startswith("AWS_") or name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
@@ -121,11 +129,11 @@ def keys_of(bucket: str) -> list[str]:
 def test_a_healthy_folder(cli: CommandLine, examine: Examine, tmp_path: Path) -> None:
     """Examine a folder that does not exist: a line for each check; no folder is left."""
     report = examine(tmp_path / "new" / "run")
-    assert report.named("ok") == list(report.checks) == STORE
+    assert report.named("ok") == list(report.checks) == [*MACHINE, *STORE]
     assert list(tmp_path.iterdir()) == []
     lines = cli.run("doctor", tmp_path / "new" / "run").lines
     assert lines[0].startswith(f"file://{tmp_path}/new/run/dcp-remote-probes/doctor-")
-    assert lines[1] == "ok    put                 an object was written"
+    assert lines[4] == "ok    put                 an object was written"
     assert lines[-1] == "no check failed: a training can write here"
 
 
@@ -371,6 +379,62 @@ def test_an_object_lock(bucket: str, s3_server: S3Server) -> None:
     assert found["object lock"][:2] == ("warn", "each new object is locked for 7 days (GOVERNANCE)")
 
 
+# ---- the machine, and all ranks of a job
+
+
+def test_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take files and space away: each warning has its cure."""
+    free = shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr("dcp_remote.storage.checks._SHARED_MEMORY", Path("/"))
+    found = dict(run_checks(check_machine()))
+    assert {finding.state for finding in found.values()} == {"warn"}
+    assert found["open files"].fact == "a process may open 256 files"
+    assert "ulimit -n" in found["open files"].cure
+    assert found["temporary folder"].fact.startswith("1.0 MiB free in ")
+    assert "TMPDIR" in found["temporary folder"].cure
+    assert "--shm-size" in found["shared memory"].cure
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr("dcp_remote.storage.checks._SHARED_MEMORY", Path("/nowhere"))
+    found = dict(run_checks(check_machine()))
+    assert (found["open files"].state, found["shared memory"].state) == ("ok", "skip")
+
+
+def test_ranks_that_differ_are_named() -> None:
+    """Merge reports of four ranks, one of which has a wrong clock: measured values are no difference."""
+
+    def report(rank: int) -> dict[str, Any]:
+        clock = ("warn", "behind", "Set it.") if rank == 2 else ("ok", "agree", "")
+        rows = (("clock", *clock), ("speed", "ok", f"{rank} ms", ""), ("put", "ok", "written", ""))
+        return {
+            "host": f"host-{rank // 2}",
+            "checks": [dict(zip(("name", "state", "fact", "cure"), row, strict=True)) for row in rows],
+        }
+
+    merged = merge_reports([report(rank) for rank in range(4)], 4)
+    assert [(row["name"], row["state"], row.get("ranks"), row.get("hosts")) for row in merged] == [
+        ("clock", "ok", [0, 1, 3], ["host-0", "host-1"]),
+        ("clock", "warn", [2], ["host-1"]),
+        ("speed", "ok", None, None),
+        ("put", "ok", None, None),
+    ]
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Examine a folder by two ranks: one report, with the checks of each and those of all; no folder is left."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    program = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"]
+    command = [*torchrun, *program, "doctor", str(tmp_path / "run"), "--json"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=200)
+    report = Report(done.stdout)
+    assert list(report.checks) == ["ranks", *MACHINE, *STORE, "versions", "rank sockets"]
+    assert report.shown("ranks") == "ok all 2 ranks have come. "
+    assert report.shown("rank sockets") == "ok connected to 1 other rank. "
+    assert not any("ranks" in check for check in report.checks.values())
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- the report
 
 
@@ -381,7 +445,7 @@ def test_the_page_shows_this_report(cli: CommandLine, bucket: str, s3_server: S3
     page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
     shown = page.partition("```text\n")[2].partition("```")[0].replace("my-bucket", bucket).splitlines()
     lines = cli.run("doctor", f"s3://{bucket}/run", code=1).lines
-    assert [line[:40] for line in lines[3:12]] == [line[:40] for line in shown[3:12]]
+    assert [line[:40] for line in lines[6:15]] == [line[:40] for line in shown[6:15]]
     assert [line[:24] for line in lines[1:]] == [line[:24] for line in shown[1:]]
 
 

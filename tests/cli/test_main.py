@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -134,6 +135,41 @@ def test_unknown_arguments(cli: CommandLine, arguments: list[str], says: str) ->
 
 def test_an_abbreviation_of_a_command_that_only_reads(tmp_path: Path) -> None:
     assert main(["ls", str(tmp_path), "--js"]) == 1  # there is no run
+
+
+COMPLETIONS = {
+    "bash": "COMP_WORDS=({line} ''); COMP_CWORD={words}; _shtab_dcp_remote dcp-remote ''; echo ${{COMPREPLY[@]}}",
+    "fish": "complete -C '{line} ' | cut -f 1",
+    "zsh": "print $_shtab_dcp_remote_export_options",  # a line of zsh is completed in a terminal alone
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETIONS)
+def test_completion(cli: CommandLine, tmp_path: Path, shell: str) -> None:
+    """Complete a value in the shell itself, where the machine has this shell."""
+    script = tmp_path / "script"
+    script.write_text(cli.run("completion", shell).out)
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    line = "dcp-remote export --kind"
+    question = COMPLETIONS[shell].format(line=line, words=len(line.split()))
+    (tmp_path / "dcp-remote").touch(mode=0o755)  # fish completes what it can run
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    compdef = "compdef() :; " if shell == "zsh" else ""
+    answer = subprocess.run(
+        [shell, "-c", f'{compdef}eval "$(cat {script})"; {question}'],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    assert "safetensors" in answer.stdout.replace("(", " ").split()
+    assert "torch" in answer.stdout.replace(")", " ").split()
+
+
+def test_completion_without_its_package(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    cli.fail("completion", "bash", code=2, says="pip install 'dcp-remote[completion]'")
 
 
 class Server:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from dcp_remote import CheckpointManager, Files, RemoteWriter
 from dcp_remote.cli import show
@@ -46,6 +49,23 @@ def test_shows_facts_and_top_level_keys(cli: CommandLine, checkpoint: str) -> No
     assert f", python {platform.python_version()}" in document["writer"]
     assert document["entries"]["model.w"] == {"dtype": "float32", "shape": [3, 4], "chunks": 1, "bytes": 48}
     assert document["entries"]["optim.lr"] == {"value": 0.5}
+
+
+def test_shows_the_mesh_of_sharded_tensors(cli: CommandLine, tmp_path: Path) -> None:
+    """Save tensors of two meshes, one of which has no names: each is described once."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        meshes = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp_shard", "tp")), DeviceMesh("cpu", [0])
+        layouts = [meshes[0], meshes[1], meshes[0]]
+        state = {
+            str(number): DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim)
+            for number, mesh in enumerate(layouts)
+        }
+        with CheckpointManager(tmp_path) as checkpoints:
+            checkpoints.save(1, {"model": state})
+    finally:
+        dist.destroy_process_group()
+    assert cli.run("show", tmp_path, "--json").document["writer"].endswith(", mesh dp_shard 1 × tp 1; dimension 0: 1")
 
 
 def test_lists_entries_by_pattern(cli: CommandLine, checkpoint: str) -> None:

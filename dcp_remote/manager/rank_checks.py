@@ -1,0 +1,85 @@
+"""Checks that the ranks of a job make together before a training: `dcp-remote doctor` under torchrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_remote.common.text import format_count, join_some
+from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.outcome import Terms
+from dcp_remote.errors import StorageError
+from dcp_remote.loading.peer_sockets import connect, host_towards, listen_on_tcp
+from dcp_remote.storage.checks import Finding
+
+# Checks of a store that does not answer end within half a minute, and some ranks start later than others.
+_ARRIVAL_SECONDS = 90.0
+_CONNECT_SECONDS = 5.0
+
+# Other ranks to which each connects: with more ranks, every second, third … from its own on. After some failures, each
+# of which may take seconds, no more are tried.
+_OTHERS_MAX = 64
+_FAILURES_MAX = 4
+
+
+def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVAL_SECONDS) -> list[dict[str, Any]]:
+    """Return the reports of all ranks that torchrun has started, by rank; each gets a check of its sockets.
+
+    Ranks meet in the key-value store of the job, as in a save, and connect as they do that read for each other.
+
+    Raises:
+        StorageError: The key-value store does not answer, or ranks did not come in time, which are named.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it, else rank 0
+    limit = timedelta(seconds=arrival_seconds)
+    try:
+        if is_agents:  # listens already; torch reports a refusal with its own stack
+            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        store = dist.TCPStore(host, port, is_master=rank == 0 and not is_agents, timeout=limit, wait_for_workers=False)
+    except (OSError, dist.DistError) as error:
+        raise StorageError(
+            f"the key-value store of the job, {host} port {port}, does not answer {socket.gethostname()}. Let this "
+            "host reach MASTER_ADDR and MASTER_PORT: a process group needs them, too.",
+            cause=str(error).partition("\n")[0],
+        ) from error
+    prefix = f"dcp_remote/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    group = RankGroup(rank, world_size, dist.PrefixStore(prefix, store))
+    terms = Terms(StorageError, StorageError, seconds=2 * arrival_seconds, arrival_seconds=arrival_seconds)
+    collective = group.prepare("the checks", terms)
+    group.begin(collective)
+    try:
+        with collective, listen_on_tcp(host_towards(host), None) as listening:
+            addresses = collective.gather(listening.getsockname()[:2], list)
+            report["checks"].append({"name": "rank sockets", **check_sockets(rank, addresses)._asdict()})
+            return collective.gather(report, list)
+    except StorageError as error:  # whose advice is for saves
+        advice = "Look at the output of these ranks, and whether their hosts run."
+        raise StorageError(f"{error.what.partition('. ')[0]}. {advice}") from error
+    finally:
+        group.close(_CONNECT_SECONDS)
+
+
+def check_sockets(rank: int, addresses: Sequence[tuple[str, int]]) -> Finding:
+    """Connect to the addresses of other ranks."""
+    world_size, failed = len(addresses), list[str]()
+    others = range(rank + 1, rank + world_size, -(-(world_size - 1) // _OTHERS_MAX))
+    for other in (number % world_size for number in others):
+        try:
+            connect(*addresses[other], b"").close()
+        except OSError as error:
+            failed.append(f"{other} (address {addresses[other][0]}: {error.strerror or error})")
+            if len(failed) == _FAILURES_MAX:
+                break
+    if not failed:
+        return Finding("ok", f"connected to {format_count(len(others), 'other rank')}")
+    cure = (
+        "Let hosts of the job reach each other, or set rank_sockets=RankSockets(ports=…, interface=…) of the manager."
+    )
+    return Finding("warn", f"no connection to rank {join_some(failed)}", f"{cure} Else each rank reads for itself.")

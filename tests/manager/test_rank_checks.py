@@ -1,0 +1,45 @@
+"""Tests of the checks of a job's ranks: one that does not come, or is not reached, is named."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dcp_remote.errors import StorageError
+from dcp_remote.manager.rank_checks import check_sockets, exchange_reports
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return a free port, and make this process rank 0 of 2, whose key-value store is there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = int(server.getsockname()[1])
+    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return port
+
+
+@pytest.mark.usefixtures("port")
+def test_a_rank_that_never_comes() -> None:
+    """Begin as one of two ranks: the other is named, in time."""
+    with pytest.raises(StorageError, match=r"^Rank 1 has not called the checks within 1 s of rank 0.*\. Look at "):
+        exchange_reports({"checks": []}, arrival_seconds=1)
+
+
+def test_a_store_that_does_not_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(StorageError, match=rf"key-value store of the job, 127\.0\.0\.1 port {port}, .* MASTER_ADDR"):
+        exchange_reports({"checks": []}, arrival_seconds=1)
+
+
+def test_a_rank_that_is_not_reached() -> None:
+    """Connect to three ranks, one of which listens nowhere."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = server.getsockname()
+        state, fact, cure = check_sockets(1, [here, here, ("127.0.0.1", 1)])
+        assert (state, fact) == ("warn", "no connection to rank 2 (address 127.0.0.1: Connection refused)")
+        assert "rank_sockets=RankSockets(" in cure
+        assert check_sockets(0, [here] * 200)[:2] == ("ok", "connected to 50 other ranks")
