@@ -148,11 +148,6 @@ def _code_of(error: DcpRemoteError) -> int:
     return _FAILED if is_unknown else _FOUND
 
 
-def _build_parser() -> argparse.ArgumentParser:
-def _print_error(text: str) -> None:
-    print(escape_unprintable(f"dcp-remote: {text}"), file=sys.stderr)
-
-
 def _build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, CommandParser]]:
     """Return the parser, and those of its commands."""
     parser = argparse.ArgumentParser(
