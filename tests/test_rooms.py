@@ -40,8 +40,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"errors", "__init__", "common"},
 }
 
-# Imports below the line, when a command runs and not before: those that move checkpoints, and a check under torchrun.
-IMPORTED_IN_A_FUNCTION = {("cli.transfer", "transfer.__init__"), ("cli.doctor", "manager.rank_checks")}
+# Imports below the line, when a command runs and not before: those that move checkpoints, read their values, or meet
+# other ranks under torchrun.
+IMPORTED_IN_A_FUNCTION = {
+    ("cli.transfer", "transfer.__init__"),
+    ("cli.doctor", "manager.rank_checks"),
+    ("cli.diff", "loading.value_differences"),
+}
 
 # These import no torch, not even for types: the command line starts without it.
 WITHOUT_TORCH = {"errors", "common", "storage", "format", "run", "cli", "launch"}

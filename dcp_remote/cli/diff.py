@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
-from dcp_remote.cli.arguments import SourceOptions, StorageOptions, Url, argument, parse_step, split_options
+from dcp_remote.cli.arguments import SourceOptions, StorageOptions, Url, argument, flag, parse_step, split_options
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.show import RETRY_SECONDS, TOP_LEVEL, build_entry, describe_entry, summarize_group
 from dcp_remote.common.text import human_bytes
@@ -16,6 +18,9 @@ from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.differences import State, compare_manifests
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import open_store
+
+if TYPE_CHECKING:
+    from dcp_remote.loading.value_differences import ValueDifference
 
 
 def diff(
@@ -44,14 +49,15 @@ def diff(
             "repeatable",
         ),
     ] = None,
+    values: Annotated[bool, flag("read the tensors that differ, or may, and print how much their values do")] = False,
     source_options: SourceOptions = None,
     storage_options: StorageOptions = None,
 ) -> bool:
     """Compare two checkpoints, from their manifests alone.
 
-    `diff URL URL`, or `diff RUN --step 10 --step 20`; with one step, that one and the newest. Reads no tensors: those
-    that were saved with the same sharding are compared by their digests; the others may differ. Exits with 1 if the
-    checkpoints differ, or may differ.
+    `diff URL URL`, or `diff RUN --step 10 --step 20`; with one step, that one and the newest. Reads no tensors, unless
+    with --values: those that were saved with the same sharding are compared by their digests; the others may differ.
+    Exits with 1 if the checkpoints differ, or may differ.
     """
     steps = list(step or ())
     if steps[2:] or (other is None and not steps):
@@ -67,9 +73,24 @@ def diff(
     if key:
         names = choose_names(names, key, paths={**(b.flatten or {}), **(a.flatten or {})})
     states = compare_manifests(a, b, names)
+    amounts: dict[str, ValueDifference] = {}
+    if values:
+        # Imported here, since it imports torch.
+        from dcp_remote.loading.value_differences import choose_comparable, compare_values
+
+        chosen = choose_comparable(a, b, states)
+        out.say(f"reading from each: {summarize_group(a, chosen)}", "")
+        amounts = dict(compare_values((store_a, a), (store_b, b), chosen, retry_seconds=RETRY_SECONDS))
+        states |= {
+            name: "content" if amounts[name].unequal else "equal" for name in chosen if states[name] == "unknown"
+        }
     differing = {name: state for name, state in states.items() if state != "equal"}
     # Made before the first line is printed, since a damaged value raises.
-    listed = [f"{name}  {state}: {_describe_sides(a, b, name, state)}" for name, state in differing.items() if key]
+    listed = [
+        f"{name}  {state}: {_describe_sides(a, b, name, state)}{_describe_amount(amounts.get(name))}"
+        for name, state in differing.items()
+        if key or values
+    ]
     out.say(f"A  {_describe_side(store_a.url, a)}", f"B  {_describe_side(store_b.url, b)}", "")
     out.say(*_summarize(a, b, states))
     if listed:
@@ -89,6 +110,7 @@ def diff(
                         "a": None if state == "only_b" else build_entry(a, name),
                         "b": None if state == "only_a" else build_entry(b, name),
                     }
+                    | ({"values": _build_amount(amounts[name])} if name in amounts else {})
                     for name, state in differing.items()
                 ],
             }
@@ -119,3 +141,20 @@ def _describe_sides(a: Manifest, b: Manifest, name: str, state: State) -> str:
     sides = [describe_entry(a, name)] if state != "only_b" else []
     sides += [describe_entry(b, name)] if state != "only_a" else []
     return " -> ".join(dict.fromkeys(sides))
+
+
+def _describe_amount(amount: ValueDifference | None) -> str:
+    if amount is None:
+        return ""
+    text = f"; {amount.unequal:,} of {amount.elements:,} values differ"
+    if amount.max_abs is not None:
+        text += f", max abs {amount.max_abs:.3g}, relative norm {amount.relative_norm:.3g}"
+    return text
+
+
+def _build_amount(amount: ValueDifference) -> dict[str, object]:
+    # JSON has neither NaN nor infinity.
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(amount).items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dcp_remote.testing import RecordingStore
 from tests.support.command_line import CommandLine
 from tests.support.manifests import Layout, build
 from tests.support.schemas import require_schema
-from tests.support.simulated_ranks import save_as_ranks
+from tests.support.simulated_ranks import save_as_ranks, shard
 
 BIG = torch.arange(300_000, dtype=torch.float32)  # more than one block, and a shard of its own
 
@@ -125,6 +126,56 @@ def test_another_sharding_may_differ(cli: CommandLine, tmp_path: Path) -> None:
     assert compare_manifests(cut(whole), halves, ["w"]) == {"w": "unknown"}
     assert compare_manifests(halves, cut(upper, Box((2, 0), (2, 2)), seed=1), ["w"]) == {"w": "content"}
     assert compare_manifests(halves, halves, ["w"]) == {"w": "equal"}
+
+
+def amounts(cli: CommandLine, a: Path, b: Path, code: int = 1) -> dict[str, tuple[Any, ...]]:
+    """Return by entry how much the values of two checkpoints differ."""
+    document = cli.run("diff", a, b, "--values", "--json", code=code).document
+    require_schema("diff", document)
+    return {entry["name"]: tuple(entry.get("values", {}).values()) for entry in document["differences"]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64])
+def test_how_much_values_differ(cli: CommandLine, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Add 2 to one of four values, in a tensor of two chunks in one checkpoint and of one in the other."""
+    whole = torch.tensor([[1.0, 2.0], [2.0, 4.0]]).to(dtype)
+    changed = torch.tensor([[1.0, 4.0], [2.0, 4.0]]).to(dtype)
+    a = save(tmp_path / "a", *({"w": part} for part in shard(whole, 2, (2, 1))))
+    b = save(tmp_path / "b", {"w": changed})
+    expected = (4, 1, None, None) if dtype is torch.int64 else (4, 1, 2.0, 0.4)
+    assert amounts(cli, a, b) == {"w": expected}
+    same = save(tmp_path / "same", {"w": whole})
+    assert compare(cli, a, same) == {"w": "unknown"}
+    assert amounts(cli, a, same, code=0) == {}
+    lines = cli.run("diff", a, b, "--values", code=1).lines
+    assert lines[0] == f"reading from each: 1 tensor, 0 objects, {4 * dtype.itemsize} B"
+    assert "; 1 of 4 values differ" in lines[-1]
+
+
+def test_values_of_many_parts(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare tensors cut into parts of five elements with torch's own figures."""
+    monkeypatch.setattr("dcp_remote.loading.value_differences._PART_ELEMENTS", 5)
+    one = torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
+    other = one.clone()
+    other[2:5, 3] *= 1.5
+    a = save(tmp_path / "a", *({"w": part, "step": 1} for part in shard(one, 2, (2, 1))))
+    b = save(tmp_path / "b", *({"w": part, "step": 2} for part in shard(other.double(), 3, (1, 3))))
+    found = amounts(cli, a, b)
+    elements, unequal, max_abs, relative_norm = found.pop("w")
+    assert (elements, unequal, found) == (63, 3, {"step": ()})
+    assert max_abs == pytest.approx(float((other - one).abs().max()))
+    assert relative_norm == pytest.approx(float((other - one).double().norm() / one.double().norm()))
+
+
+def test_values_that_are_no_numbers(cli: CommandLine, tmp_path: Path) -> None:
+    """Two NaN and two infinities are equal; a NaN beside a number differs by NaN, anything beside zeros by infinity."""
+    inf, nan = math.inf, math.nan
+    a = save(tmp_path / "a", {"w": torch.tensor([inf, nan, 1.0]), "n": torch.tensor([nan, 1.0]), "z": torch.zeros(2)})
+    b = save(tmp_path / "b", {"w": torch.tensor([inf, nan, 2.0]), "n": torch.tensor([1.0, 1.0]), "z": torch.ones(2)})
+    found = amounts(cli, a, b)
+    assert found["w"][:3] == (3, 1, 1.0)
+    assert found["n"] == (2, 1, "nan", "nan")
+    assert found["z"] == (2, 2, 1.0, "inf")
 
 
 def test_wrong_calls(cli: CommandLine, tmp_path: Path, run: Path) -> None:
