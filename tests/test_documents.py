@@ -44,7 +44,7 @@ NOT_RUN_LINES = {
     "pip install": "installs",
     "python examples/first_hour.py": "tests/test_examples.py runs it",
     'eval "$(dcp-remote completion': "a line of a shell's file; tests/cli/test_main.py runs it",
-    "dcp-remote completion": "the same",
+    "dcp-remote completion": "writes a file of the shell; tests/cli/test_main.py runs it",
     "dcp-remote recover": "refuses a run whose catalog can be read; tests/cli/test_recover.py runs it",
 }
 

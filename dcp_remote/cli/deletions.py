@@ -156,6 +156,7 @@ def prune(
         decision = Decision((), ())  # as `Deletions.apply` does
     retire = [entry for entry in catalog.entries if entry.step in decision.retire]
     thin = [entry for entry in catalog.entries if entry.step in decision.thin and entry in usage.thinned]
+    decision = Decision(decision.retire, tuple(entry.step for entry in thin))  # the others have no optimizer
     out.say(f"{store.url}: {format_count(len(retire), 'checkpoint')} of {len(catalog.entries)} to delete")
     out.say(*format_table(retire))
     labelled = [e for e in catalog.entries if e not in retire and (e.pinned or (e.names and not named_too))]

@@ -85,7 +85,7 @@ def diff(
             name: "content" if amounts[name].unequal else "equal" for name in chosen if states[name] == "unknown"
         }
     differing = {name: state for name, state in states.items() if state != "equal"}
-    # Made before the first line is printed, since a damaged value raises.
+    # Made before the comparison is printed, since a damaged value raises.
     listed = [
         f"{name}  {state}: {_describe_sides(a, b, name, state)}{_describe_amount(amounts.get(name))}"
         for name, state in differing.items()

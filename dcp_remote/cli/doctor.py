@@ -26,8 +26,8 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
     Prints a line for each check of machine, network, credentials, permissions, behaviour and rules of the bucket, and a
     cure for each that fails. Sends about 25 requests, and 8 MiB in each direction. Objects are deleted at the end, also
     after Ctrl-C. Shows no secret. The exit code is 1 if a check has failed; a server that does not answer is reported
-    within half a minute. Under torchrun (--no-python dcp-remote doctor URL) each rank makes all checks, and whether
-    ranks reach each other; rank 0 prints one report.
+    within half a minute. Under torchrun (--no-python dcp-remote doctor URL) each rank makes all checks, and connects to
+    other ranks; rank 0 prints one report.
     """
     parsed = parse_url(url)
     probes = StoreChecks(open_store(url, storage_options), parsed)

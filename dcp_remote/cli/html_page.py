@@ -68,7 +68,8 @@ class Series:
 
 def escape(text: str, characters_max: int = 60) -> Markup:
     """Return a text as markup: one line, cut, without user info, queries and signatures of URLs."""
-    shown = redact(_QUERY.sub(r"\1?…", escape_unprintable(text)), ())
+    # Cut before, too: the pattern takes quadratic time, and texts of a manifest may be long.
+    shown = redact(_QUERY.sub(r"\1?…", escape_unprintable(text[: 4 * characters_max])), ())
     return Markup(html.escape(shown if len(shown) <= characters_max else f"{shown[:characters_max]}…"))
 
 

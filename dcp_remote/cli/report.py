@@ -58,7 +58,8 @@ def report(
     catalog = read_run_catalog(store)
     usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS))
     text = page.make_page(f"Checkpoints of {store.url}", _make_parts(catalog, usage))
-    path.write_text(text, encoding="utf-8")
+    with path.open("x" if file is None else "w", encoding="utf-8") as opened:  # it may have come meanwhile
+        opened.write(text)
     out.say(f"{store.url}: the report is {path} ({human_bytes(path.stat().st_size)})")
     say_unreadable(out, usage)
     unreadable = sorted(entry.step for entry in usage.unreadable)
@@ -131,7 +132,7 @@ def _show_checkpoints(entries: Sequence[Entry], jobs: Sequence[list[Entry]], usa
 
 
 def _describe_jobs(jobs: Iterable[list[Entry]], usage: Usage) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each job; its beginning is told from the live checkpoints of the jobs before."""
+    """Yield a row for each job; its beginning is told from the live checkpoints of the job before."""
     before: list[Entry] = []
     for job in jobs:
         beginning = ""
@@ -139,12 +140,13 @@ def _describe_jobs(jobs: Iterable[list[Entry]], usage: Usage) -> Iterator[tuple[
             reached = max(entry.step for entry in before)
             began, ended = _find_seconds(job[0]), _find_seconds(before[-1])
             pause = "" if began is None or ended is None else f", {human_seconds(max(0.0, began - ended))} later"
-            beginning = f"{'went back from' if job[0].step <= reached else 'went on after'} step {reached}{pause}"
-        before += job
+            has_gone_back = min(entry.step for entry in job) <= reached
+            beginning = f"{'went back from' if has_gone_back else 'went on after'} step {reached}{pause}"
+        before = job
         written = [entry for entry in job if entry in usage.writers]
         ranks = join_some(sorted({usage.world_sizes[entry] for entry in written}))
         software = sorted({", ".join(map(" ".join, usage.writers[entry].items())) for entry in written})
-        steps = f"{job[0].step} to {job[-1].step}"
+        steps = f"{min(entry.step for entry in job)} to {max(entry.step for entry in job)}"
         yield str(job[0].token), str(len(job)), ranks, steps, beginning, "; ".join(software)
 
 

@@ -54,7 +54,8 @@ def verify(
         hit = {step for damage in report.damage for step in damage.steps}
         whole = [step for step in report.steps if step not in hit and step not in report.changed]
         if report.steps:
-            out.say(f"no damage was found in step {join_some(whole)}" if whole else "every checkpoint is damaged")
+            none = f"every {'other ' if report.changed else ''}checkpoint is damaged"
+            out.say(f"no damage was found in step {join_some(whole)}" if whole else none)
         out.say("A later save may share a damaged shard: save once with CheckpointManager(…, dedup=False).")
     else:
         out.say("no damage was found" + ("" if depth == "deep" else f" ({depth}); --deep reads every byte"))

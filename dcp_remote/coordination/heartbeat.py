@@ -426,8 +426,8 @@ class Heartbeat:
                 store that is, the thread waits until it is, or the process ends.
         """
         # What is queued, such as the error that ends this process, is worth waiting for a store that is not known yet.
-        is_waiting = not self._is_store_open.is_set() and not self._outbox
-        is_stuck = is_waiting or self.contact_seconds() >= _CLOSE_SECONDS
+        has_nothing_to_send = not self._is_store_open.is_set() and not self._outbox
+        is_stuck = has_nothing_to_send or self.contact_seconds() >= _CLOSE_SECONDS
         patience_seconds = min(_CLOSE_SILENT_SECONDS if is_stuck else _CLOSE_SECONDS, seconds)
         self._says_goodbye = says_goodbye
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds

@@ -208,9 +208,10 @@ def retire_entries(catalog: Catalog, save_ids: Iterable[str]) -> Catalog | None:
     return _with(replace(catalog, floor=floor), [entry for entry in catalog.entries if entry.save_id not in ids])
 
 
-def mark_entries(catalog: Catalog, marks: Mapping[str, bool]) -> Catalog:
-    """Mark checkpoints as abandoned, or as not abandoned, by their `save_id`."""
-    return _with(catalog, (replace(e, abandoned=marks.get(e.save_id, e.abandoned)) for e in catalog.entries))
+def mark_entries(catalog: Catalog, marks: Mapping[str, bool]) -> Catalog | None:
+    """Mark checkpoints as abandoned, or as not abandoned, by their `save_id`; return None if nothing changes."""
+    marked = [replace(entry, abandoned=marks.get(entry.save_id, entry.abandoned)) for entry in catalog.entries]
+    return None if marked == list(catalog.entries) else _with(catalog, marked)
 
 
 def thin_entry(

@@ -73,7 +73,12 @@ _LEFT_ALONE_SECONDS = 600.0
 _CONNECTIONS_MAX = 128
 
 # Errors of `accept` that concern one connection (accept(2)); others, such as EMFILE, last.
-_ERRORS_OF_ONE_CLIENT = frozenset({errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.EHOSTUNREACH})
+_ERRORS_OF_ONE_CLIENT = frozenset(
+    {
+        *(errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN),
+        *(errno.EHOSTUNREACH, errno.ENOPROTOOPT, errno.EOPNOTSUPP),
+    }
+)
 
 # File descriptors that a load needs at most: these connections, those to other ranks, and those of the store.
 _DESCRIPTORS_MIN = _CONNECTIONS_MAX + 64

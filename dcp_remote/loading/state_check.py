@@ -163,7 +163,7 @@ def _find_left(
 ) -> tuple[npt.NDArray[np.bool_], list[str], list[str]]:
     """Return which entries the state lacks, the keys of this rank's own ones among them, and those not chosen.
 
-    Values of other ranks are in none of these.
+    Chosen values of other ranks are in none of these.
     """
     left = np.zeros(len(entries), dtype=np.bool_)
     own_left: list[str] = []

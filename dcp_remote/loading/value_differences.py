@@ -69,7 +69,7 @@ def compare_values(
     """Read these tensors of both checkpoints, and yield the difference of each, in the order of the names.
 
     Memory is bounded, whatever the size of a tensor. All bytes are verified; where the sharding differs, some are read
-    more than once.
+    more than once. A reader that stops early waits for the reads that are under way.
 
     Raises:
         CorruptCheckpointError: Bytes are not those that were written.

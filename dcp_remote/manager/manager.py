@@ -666,7 +666,7 @@ class CheckpointManager:
         # A module is callable, too.
         if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
             # Not before all ranks have come: collectives of torch in this function would wait for an absent rank.
-            collective.gather(None, lambda given: require_one_kind(not any(given)))
+            collective.gather(None, lambda given: require_one_kind(is_one_kind=not any(given)))
             collective.set_activity("collecting the state")
             made = made()
         copied = build_saved_state(as_state(made), self._ranks.rank, roles)

@@ -19,7 +19,9 @@ from dcp_remote.storage.checks import Finding
 
 # Checks of a store that does not answer end within half a minute, and some ranks start later than others.
 _ARRIVAL_SECONDS = 90.0
-_CONNECT_SECONDS = 5.0
+
+# Time to reach the key-value store, and at the end for the other ranks to read the last answer.
+_STORE_SECONDS = 5.0
 
 # Other ranks to which each connects: with more ranks, every second, third … from its own on. After some failures, each
 # of which may take seconds, no more are tried.
@@ -41,7 +43,7 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
     limit = timedelta(seconds=arrival_seconds)
     try:
         if is_agents:  # listens already; torch reports a refusal with its own stack
-            socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+            socket.create_connection((host, port), timeout=_STORE_SECONDS).close()
         store = dist.TCPStore(host, port, is_master=rank == 0 and not is_agents, timeout=limit, wait_for_workers=False)
     except (OSError, dist.DistError) as error:
         raise StorageError(
@@ -63,13 +65,13 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
         advice = "Look at the output of these ranks, and whether their hosts run."
         raise StorageError(f"{error.what.partition('. ')[0]}. {advice}") from error
     finally:
-        group.close(_CONNECT_SECONDS)
+        group.close(_STORE_SECONDS)
 
 
 def check_sockets(rank: int, addresses: Sequence[tuple[str, int]]) -> Finding:
     """Connect to the addresses of other ranks."""
     world_size, failed = len(addresses), list[str]()
-    others = range(rank + 1, rank + world_size, -(-(world_size - 1) // _OTHERS_MAX))
+    others = range(rank + 1, rank + world_size, max(1, -(-(world_size - 1) // _OTHERS_MAX)))
     for other in (number % world_size for number in others):
         try:
             connect(*addresses[other], b"").close()

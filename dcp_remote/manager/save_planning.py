@@ -121,9 +121,9 @@ class _Compared(NamedTuple):
     listing: Mapping[int, tuple[int, ...]]  # ranks that must list the digests of a set, by the number of the set
 
 
-def require_one_kind(is_so: object) -> None:
-    """Refuse states of which one is a function and another is not: their ranks are in different rounds."""
-    if not is_so:
+def require_one_kind(*, is_one_kind: bool) -> None:
+    """Refuse a save for which some ranks pass a function and others a state: they would wait for each other."""
+    if not is_one_kind:
         raise InvalidArgumentError(
             "Some ranks pass a function as the state, and others the state itself. Pass the same on all ranks."
         )
@@ -254,7 +254,7 @@ class _Decisions:
 
     def begin(self, requests: Sequence[_Request], *, collective: Collective, borrow: bool) -> _Begun | Labelled:
         """Begin the save, and decide whether the ranks plan anew; see `Coordinator.begin`."""
-        require_one_kind(all(isinstance(request, _Request) for request in requests))
+        require_one_kind(is_one_kind=all(isinstance(request, _Request) for request in requests))
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             self.coordinator.failed(ticket, put)
         begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)

@@ -6,4 +6,6 @@ URL; info has what users are told of a run, waiting waits for a newer checkpoint
 and pins. retention decides which checkpoints to retire and thinning makes the smaller manifests; deletions and
 background_deletions carry that out, with live_shards to tell which objects may be deleted. gc removes orphans.
 recovery rebuilds a lost catalog.
+copying copies runs, usage counts bytes by shard, differences compares two checkpoints, runs_below lists runs.
+verification finds damage, by shard_check.
 """

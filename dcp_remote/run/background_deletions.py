@@ -173,7 +173,8 @@ class BackgroundDeletions:
         for task in tasks:
             task(deletions)
         if settles:
-            self._try("objects of failed saves", lambda: deletions.settle(deadline=deadline, catalog=catalog))
+            what = "objects of failed saves and of replaced checkpoints"
+            self._try(what, lambda: deletions.settle(deadline=deadline, catalog=catalog))
         if catalog is not None and self._retention is not None:
             retention = self._retention
             self.retention_failures += not self._try(

@@ -31,6 +31,7 @@ from dcp_remote.errors import (
     FencedError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import (
@@ -279,7 +280,7 @@ class _Copier:
         """
         try:
             shards = _list_shards(read_entry(self._destination, base)) if base is not None else []
-        except (CheckpointGoneError, CorruptCheckpointError):
+        except (CheckpointGoneError, CorruptCheckpointError, UnsupportedFormatError):
             return {}  # its shards are copied again
         by_hash = {shard.key.partition("-rank-00000-")[2][:16]: shard for shard in shards}
         found = {key_hash: shard for key_hash, shard in by_hash.items() if key_hash in hashes}
@@ -292,7 +293,7 @@ class _Copier:
         return {key_hash: shard for (key_hash, shard), is_there in zip(found.items(), whole, strict=True) if is_there}
 
     def _copy_shards(self, manifest: Manifest, shards: Mapping[str, ShardPart]) -> None:
-        """Copy shards to keys of the destination, but for those that lie there, or that another copier puts first."""
+        """Copy shards to these keys of the destination; those that exist, or come meanwhile, are not put again."""
         errors: list[DcpRemoteError] = []
 
         def copy_one(key: str) -> None:
@@ -370,8 +371,8 @@ class _Copier:
     def _mark_abandoned(self, now: Catalog) -> None:
         """Mark checkpoints of the destination as abandoned, or take the mark away, so that the newest is the source's.
 
-        A source that is a copy itself may be older than the destination, or have a part of the run: nothing follows
-        from checkpoints that it lacks, or has without a mark.
+        Nothing follows from checkpoints that the source lacks, or has without a mark, if the source is a copy itself,
+        which may be older or have a part of the run; or if all that the source has is abandoned.
         """
         # Read again, after the catalog of the destination: another copier may have brought newer checkpoints than were
         # read first. What is there was live in the source before; what the source has no more, it has given up.
@@ -383,7 +384,7 @@ class _Copier:
             marks |= {entry.save_id: entry.abandoned for entry in source.entries}
         found = [entry for entry in now.entries if marks.get(entry.save_id, entry.abandoned) != entry.abandoned]
 
-        def change(run: Catalog) -> Catalog:
+        def change(run: Catalog) -> Catalog | None:
             self._require_copy(run)
             return mark_entries(run, {entry.save_id: not entry.abandoned for entry in found})
 

@@ -96,7 +96,7 @@ class Deletions:
         """Store the settings; no request."""
         self._store = store
         self.queue = DeletionQueue(store)  # objects that may be deleted, since no checkpoint names them, nor can later
-        self.named = LiveShards()
+        self.named = LiveShards()  # shards that each manifest names, as far as they were read or remembered
         self._noted: dict[str, _Noted] = {}  # by the key of the manifest
         self._told: set[str] = set()  # keys of unreadable manifests of which the log tells
         # Keys of manifests without any of these top-level keys of the state dict, so that there is nothing to thin.
@@ -385,8 +385,10 @@ def _require_no_new_name(entries: Iterable[Entry], before: Mapping[str, Collecti
     for entry in entries:
         if not set(entry.names).issubset(before[entry.save_id]):
             raise InvalidArgumentError(
-                "The checkpoint got a name meanwhile.", step=entry.step, names=", ".join(entry.names)
-            )
+                "The checkpoint got a name meanwhile; nothing was deleted. Look at the run, then delete again.",
+                step=entry.step,
+                names=", ".join(entry.names),
+            ).advise(force="force=True deletes it")
 
 
 def require_expendable(now: Catalog, entries: Iterable[Entry]) -> None:

@@ -175,7 +175,7 @@ def delete_orphans(store: ObjectStore, found: Orphans, deadline: Deadline) -> Re
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class _Seen:
     """Objects at a URL, and which of them are in use."""
 
     listed: Sequence[ObjectInfo]  # manifests and shards of a run, or shards of a checkpoint by itself
@@ -201,7 +201,7 @@ class Seen:
         return Orphans(tuple(old), tuple(young), abandoned, is_run=self.catalog is not None)
 
 
-def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: Deadline) -> Seen:
+def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: Deadline) -> _Seen:
     # The listing comes before the catalog or manifest is read, so that it has no object of a save that commits in
     # between.
     manifests = [info for info in reading.list(MANIFESTS_PREFIX) if revision_of(info.key) is not None]
@@ -219,12 +219,12 @@ def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: 
     except ObjectNotFoundError as error:
         if not listed:
             raise not_found(reading) from error  # most likely a wrong URL, which must not look like a clean checkpoint
-        return Seen(listed, not_named)
+        return _Seen(listed, not_named)
     named = stored.manifest.shards.keys if stored.manifest is not None else ()
-    return Seen(listed, not_named.difference(named), stored=stored)
+    return _Seen(listed, not_named.difference(named), stored=stored)
 
 
-def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequence[ObjectInfo]) -> Seen | None:
+def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequence[ObjectInfo]) -> _Seen | None:
     """Read the catalog and the live manifests; return which objects of a listing they name; None without a catalog."""
     for _ in range(_LOOKS_MAX):
         catalog = read_catalog(RetryingStore(store, deadline))
@@ -232,7 +232,7 @@ def _live(store: ObjectStore, live: LiveShards, deadline: Deadline, listed: Sequ
             return None
         unreadable = live.read(store, catalog.entries, deadline)
         if not unreadable:
-            return Seen(listed, live.not_named((info.key for info in listed), catalog.entries), catalog=catalog)
+            return _Seen(listed, live.not_named((info.key for info in listed), catalog.entries), catalog=catalog)
         for entry, error in unreadable.items():
             # A checkpoint retired meanwhile is no reason to stop, but the catalog must be read again: a checkpoint that
             # is not in this one may name the same shards.

@@ -60,7 +60,7 @@ class ShardPart(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest, shard: int, pieces: I64) -> ShardPart:
-        """Return the shard with this number, with the pieces of these."""
+        """Return the shard of this number, with the pieces of these numbers."""
         return cls(manifest.shards.take(np.array([shard])), manifest.pieces.take(pieces))
 
     @property
@@ -86,7 +86,7 @@ class ShardPart(NamedTuple):
             yield start, length, first, self.pieces.digest(number)
 
     def is_whole(self, data: memoryview) -> bool:
-        """Compare the block table and the pieces with their digests. None covers the header, which no reader uses."""
+        """Compare the block table and the pieces with their digests; none is of the header, which no load needs."""
         table = data[self.table_span.start : self.table_span.stop]
         if len(table) and digest(table) != self.shard.table_digests:
             return False

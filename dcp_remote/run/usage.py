@@ -45,7 +45,7 @@ class Usage:
             for a shard of which nothing is named.
         named: Shards of each checkpoint whose manifest can be read.
         thinned: Shards that a checkpoint would name without the keys that retention drops, if it has any of those.
-        writers: Software that wrote each checkpoint: versions, and a git commit, by name.
+        writers: Software that wrote each checkpoint: versions, a git commit and device meshes, by name.
         world_sizes: Number of ranks that saved each checkpoint.
         unreadable: Errors of the other manifests.
     """

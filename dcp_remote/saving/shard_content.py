@@ -111,7 +111,7 @@ def _check_unchanged(sent: Sequence[tuple[str, memoryview, bytes]]) -> None:
         if piece_digest(block_digests(view, size_bytes=block_bytes(len(view)))) != expected:
             raise SaveFailedError(
                 "A tensor was changed while it was being saved. Nothing may write to the state until the save returns; "
-                "a save in the background copies it first.",
+                "a save in the background (dcp.async_save) copies it first.",
                 tensor=name,
             )
 

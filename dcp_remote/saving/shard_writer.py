@@ -89,7 +89,8 @@ def write_shards(
 
 def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:
     """Return the device meshes of a state's DTensors as text, each once: names and sizes of the dimensions."""
-    values = (getattr(planner, "state_dict", None) or {}).values()
+    state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
+    values = state.values() if isinstance(state, Mapping) else ()
     meshes = dict.fromkeys(value.device_mesh for value in values if isinstance(value, DTensor))
     described = (
         zip(mesh.mesh_dim_names or [f"dimension {number}:" for number in range(mesh.ndim)], mesh.shape, strict=True)

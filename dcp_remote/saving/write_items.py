@@ -198,8 +198,8 @@ class WriteItems:
             )
         if tensor.dtype != planned.properties.dtype or tensor.shape != planned.chunk.sizes:
             raise SaveFailedError(
-                "A tensor is not what was planned. Keep its dtype and shape until the save returns; if the planner "
-                "caches plans, in all saves.",
+                "A tensor is not what was planned. Keep its dtype and shape until the save returns; with a planner "
+                "that caches plans, keep them in all saves.",
                 tensor=name,
                 dtype=dtype_name(tensor.dtype),
                 planned_dtype=dtype_name(planned.properties.dtype),

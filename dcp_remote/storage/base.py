@@ -168,7 +168,7 @@ class ObjectStore(Protocol):
 
 
 class PlacedStore:
-    """Base of the stores of this package: what they do with their URL, which `_place` has in parts."""
+    """Base class of stores that have a URL in parts, `_place`: the URL as text, and in texts on their objects."""
 
     _place: ParsedUrl
 
@@ -187,8 +187,8 @@ class PlacedStore:
 
 
 FOREIGN_KEY = (
-    "An object below this URL has a key that no checkpoint has, with empty, `.` or `..` parts, or a control character. "
-    "Remove it."
+    "An object below this URL has a key that no checkpoint has, with empty, `.` or `..` parts, a backslash or a "
+    "control character. Remove it."
 )
 
 
@@ -227,17 +227,21 @@ def may_follow(key: str, last: str) -> bool:
     return key > last or key.encode("utf-16-be", "surrogatepass") > last.encode("utf-16-be", "surrogatepass")
 
 
-def check_listing(infos: Iterable[ObjectInfo], *, url: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
-    """Yield the objects of a listing, checked: an object that is missing in it, or wrong, could be deleted by mistake.
+def check_listing(
+    infos: Iterable[ObjectInfo], *, url: str, prefix: str, after: str, checks_keys: bool = True
+) -> Iterator[ObjectInfo]:
+    """Yield the objects of a listing, and refuse a wrong one: what it leaves out, or adds, could be deleted by mistake.
 
     Raises:
-        StorageError: A key is out of order, does not begin with `prefix`, or is one that no checkpoint has.
+        StorageError: A key is out of order, does not begin with `prefix`, or is one that no checkpoint has, unless
+            `checks_keys` is False.
     """
     for info in infos:
         if not may_follow(info.key, after) or not info.key.startswith(prefix):
             raise StorageError("The store does not list its keys in order.", url=f"{url}/{info.key}", after=after)
         try:
-            check_key(info.key)
+            if checks_keys:
+                check_key(info.key)
         except InvalidArgumentError as error:
             raise StorageError(FOREIGN_KEY, url=url, key=info.key) from error
         after = info.key

@@ -245,9 +245,11 @@ class FsspecStore(PlacedStore):
             if not page.get("IsTruncated"):
                 return
             before, where = where, {"ContinuationToken": page.get("NextContinuationToken")}
-            if where["ContinuationToken"] is None or where == before:
+            if not where["ContinuationToken"] or where == before:
                 raise StorageError(
-                    "The listing does not go on: NextContinuationToken is missing or repeated.", url=self.url
+                    "The listing does not go on: NextContinuationToken is missing or repeated.",
+                    url=self.url,
+                    after=infos[-1].key if infos else after,
                 )
 
     def _delete_batch(self, paths: Mapping[str, str]) -> Mapping[str, StorageError]:
@@ -291,14 +293,14 @@ class FsspecStore(PlacedStore):
                 raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
             secrets = connection.secrets(has_answered=isinstance(error, ClientError))
             failure: CloudError
-            if isinstance(error, ClientError) and code_of(error) == NO_SUCH_BUCKET_CODE:
+            if isinstance(error, ClientError) and _code_of(error) == NO_SUCH_BUCKET_CODE:
                 meta = connection.filesystem().s3.meta
                 bucket, endpoint_url = self._place.bucket, str(meta.endpoint_url)
                 failure = make_s3_bucket_error(bucket, endpoint_url=endpoint_url, region_name=meta.region_name)
             elif isinstance(error, ClientError):
                 cause = describe_cause(str(error), secrets)
                 failure = make_answer_error(
-                    status_of(error), code_of(error), verb=verb, url=self._named(key), cause=cause, condition=condition
+                    status_of(error), _code_of(error), verb=verb, url=self._named(key), cause=cause, condition=condition
                 )
             else:
                 what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
@@ -473,7 +475,7 @@ class _Body(io.RawIOBase):
         return len(part)
 
 
-def code_of(answer: ClientError) -> str:
+def _code_of(answer: ClientError) -> str:
     """Return S3's error code of an answer; empty if unknown."""
     return str(answer.response.get("Error", {}).get("Code", ""))
 

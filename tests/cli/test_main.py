@@ -149,7 +149,7 @@ def test_completion(cli: CommandLine, tmp_path: Path, shell: str) -> None:
     """Complete a value in the shell itself, where the machine has this shell."""
     script = tmp_path / "script"
     script.write_text(cli.run("completion", shell).out)
-    if shutil.which(shell) is None:
+    if (found := shutil.which(shell)) is None:
         pytest.skip(f"{shell} is not installed")
     line = "dcp-remote export --kind"
     question = COMPLETIONS[shell].format(line=line, words=len(line.split()))
@@ -157,7 +157,7 @@ def test_completion(cli: CommandLine, tmp_path: Path, shell: str) -> None:
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
     compdef = "compdef() :; " if shell == "zsh" else ""
     answer = subprocess.run(
-        [shell, "-c", f'{compdef}eval "$(cat {script})"; {question}'],
+        [found, "-c", f'{compdef}eval "$(cat {script})"; {question}'],
         capture_output=True,
         text=True,
         check=True,

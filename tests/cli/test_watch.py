@@ -29,7 +29,7 @@ SHOW = 'echo "$DCP_REMOTE_STEP $DCP_REMOTE_SAVE_ID $DCP_REMOTE_URL" >> {log}'
 
 
 def _watch_soon(*arguments: Any, poll_seconds: float, **options: Any) -> Iterator[Entry]:
-    return watch_run(*arguments, poll_seconds=poll_seconds and 0.02, **options)
+    return watch_run(*arguments, poll_seconds=0.02, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,18 @@ def test_a_line_for_each_checkpoint_above_a_step(cli: CommandLine, run: tuple[Pa
     assert third.startswith("step 3  ")
     assert third.isprintable()
     assert shown.err == f"dcp-remote: file://{folder}: no new checkpoint for 0.05 s\n"
+
+
+def test_the_interval(cli: CommandLine, run: tuple[Path, list[Entry]], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def note(*_: Any, poll_seconds: float, **__: Any) -> Iterator[Entry]:
+        asked.append(poll_seconds)
+        return iter(())
+
+    monkeypatch.setattr(watch_module, "watch_run", note)
+    cli.run("watch", run[0], "--interval", 7, code=1)
+    assert asked == [7.0]
 
 
 def test_json_is_a_document_per_line(cli: CommandLine, run: tuple[Path, list[Entry]]) -> None:

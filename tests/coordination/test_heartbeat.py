@@ -257,12 +257,19 @@ def test_what_is_queued_is_told_once_the_store_is_known() -> None:
     quiet.close()
     assert quiet._thread is not None
     assert not quiet._thread.is_alive()
-    one = Heartbeat(lambda: opened[0] if opened else None, 0, beat_seconds=0.02).start()
+    looks: list[int] = []
+
+    def open_store() -> dist.Store | None:
+        looks.append(1)
+        return opened[0] if opened else None
+
+    one = Heartbeat(open_store, 0, beat_seconds=0.02).start()
     one.enqueue(lambda _client: told.append(1))
     closing = threading.Thread(target=one.close)
     closing.start()
     wait_until(lambda: one._is_closing)
-    time.sleep(0.1)  # several looks at the store
+    seen = len(looks)
+    wait_until(lambda: len(looks) >= seen + 3)
     opened.append(dist.HashStore())
     closing.join(30)
     assert told == [1]

@@ -23,7 +23,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog
 from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.shard import ShardNames
-from dcp_remote.run.gc import Orphans, Removal, Seen, find_orphans, remove_orphans
+from dcp_remote.run.gc import Orphans, Removal, _Seen, find_orphans, remove_orphans
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -89,7 +89,7 @@ def test_sort_by_age() -> None:
     not_named = {info.key for info in listed} - {named_one.key}
 
     def sort(grace_seconds: float, catalog: Catalog | None = None) -> Orphans:
-        return Seen(listed, not_named, catalog).orphans(now_seconds=20, grace_seconds=grace_seconds)
+        return _Seen(listed, not_named, catalog).orphans(now_seconds=20, grace_seconds=grace_seconds)
 
     assert sort(10) == Orphans(old=(old, edge), young=(young, future))
     assert sort(0) == Orphans(old=(old, young, edge, future), young=())

@@ -504,7 +504,7 @@ def test_numbers_are_small(values: list[int]) -> None:
 
 
 def test_tables_and_shares_are_small() -> None:
-    """What ranks send takes a sixth of torch's plans, and what they are sent a twentieth."""
+    """Tables that ranks send take at most a sixth of torch's plans, and the shares that they get a twentieth."""
     tensors = [shard(torch.ones(64, 8), 16, (16, 1)) for _ in range(60)]
     proposals = [proposal({f"layers.{n}.weight": cut[rank] for n, cut in enumerate(tensors)}) for rank in range(16)]
     _, arrangement = arranged(proposals)

@@ -204,11 +204,11 @@ CARRY_OUT = Deletions._carry_out
 LIVE = gc._live
 
 
-def looking_once() -> Callable[..., gc.Seen | None]:
+def looking_once() -> Callable[..., gc._Seen | None]:
     """Remove the orphans of the first look, though a save committed before the floor was raised."""
-    seen: dict[int, gc.Seen | None] = {}
+    seen: dict[int, gc._Seen | None] = {}
 
-    def live(store: ObjectStore, named: LiveShards, *other: Any) -> gc.Seen | None:
+    def live(store: ObjectStore, named: LiveShards, *other: Any) -> gc._Seen | None:
         if id(named) not in seen:
             seen.clear()
             seen[id(named)] = LIVE(store, named, *other)
@@ -223,10 +223,6 @@ def no_second_look(store: ObjectStore, entry: Entry, **other: Any) -> object:
         return lookup.read_manifest_at(store, entry.manifest, save_id=entry.save_id, **other)
     except FileNotFoundError as error:
         raise CorruptCheckpointError("Missing.") from error
-
-
-def key_of_step(*, revision: int, step: int) -> str:
-    return f"manifests/step-{step:012d}-{revision}-{0:016x}.json"
 
 
 LEFT_OUT: dict[str, tuple[str, object]] = {

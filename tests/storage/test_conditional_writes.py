@@ -1,13 +1,15 @@
 """The probe of conditional writes: servers that ignore a condition are refused, and correct ones are not.
 
-The servers are a `MemoryStore` whose conditions are dropped.
+The servers are a `MemoryStore` whose conditions are dropped, and a small S3 server that drops headers.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from dcp_remote import RemoteWriter, load
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import (
+    ConditionFailedError,
     InvalidArgumentError,
     PermissionDeniedError,
     StorageError,
@@ -31,9 +34,9 @@ from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
-from dcp_remote.testing.servers import scripted_server
+from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.testing.wrappers import Lost
-from tests.support.clouds import always, open_s3, open_s3fs
+from tests.support.clouds import always, error_body, open_s3, open_s3fs
 from tests.support.runs import a_run, steps
 
 BOTH = frozenset({"If-None-Match", "If-Match"})
@@ -61,6 +64,50 @@ def keys(store: MemoryStore) -> set[str]:
 
 def probe(store: ObjectStore, *, swaps: bool = True, seconds: float = 60) -> None:
     require_conditional_writes(store, Deadline(seconds, Clock(sleep=lambda _: None)), swaps=swaps)
+
+
+def s3(ignored: frozenset[str]) -> Callable[[HttpRequest], HttpAnswer]:
+    """Return a server with those parts of S3 that a probe needs; it drops the ignored headers."""
+    memory = MemoryStore()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        key = urlsplit(request.path).path.removeprefix("/bucket/")
+        condition: Condition = "any"
+        if request.method == "PUT":
+            if "if-none-match" in request.headers and "If-None-Match" not in ignored:
+                condition = "absent"
+            elif "if-match" in request.headers and "If-Match" not in ignored:
+                condition = Version(request.headers["if-match"])
+            try:
+                version = memory.put(key, [request.body], condition=condition)
+            except ConditionFailedError:
+                return HttpAnswer(412, error_body("PreconditionFailed"))
+            return HttpAnswer(headers={"ETag": version.etag or ""})
+        if request.method == "POST":  # DeleteObjects
+            memory.delete(re.findall(r"<Key>(.*?)</Key>", request.body.decode()))
+            return HttpAnswer(200, b"<DeleteResult></DeleteResult>")
+        return HttpAnswer(404)
+
+    return answer
+
+
+@pytest.mark.parametrize("ignored", [frozenset[str](), frozenset({"If-Match"}), frozenset({"If-None-Match"}), BOTH])
+@pytest.mark.parametrize("client", ["s3", "s3fs"])
+def test_servers(client: str, ignored: frozenset[str]) -> None:
+    """Probe over HTTP, by both clients of S3."""
+    with scripted_server(s3(ignored)) as server:
+        store: ObjectStore = open_s3(server.endpoint_url)
+        if client == "s3fs":
+            store = open_s3fs(server.endpoint_url, "bucket/run")
+        if ignored:
+            with pytest.raises(StorageError, match="ignores the condition"):
+                probe(store)
+        else:
+            probe(store)
+            asked = len(server.requests)
+            probe(store.child("elsewhere"))
+            assert len(server.requests) == asked
+        assert {request.path.rpartition("/")[0] for request in server.requests} >= {"/bucket/run/dcp-remote-probes"}
 
 
 @pytest.mark.parametrize("swaps", [True, False])

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from fsspec.implementations.cached import CachingFileSystem, SimpleCacheFileSyst
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.http import HTTPFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.zip import ZipFileSystem
 from s3fs import S3FileSystem
 
 from dcp_remote import RemoteReader, RemoteWriter
@@ -346,6 +349,12 @@ def test_refusals(make: Callable[[Path], AbstractFileSystem], reason: str, tmp_p
     assert "s3fs.S3FileSystem" in str(caught.value)
 
 
+def zip_file_system(folder: Path) -> ZipFileSystem:
+    with ZipFile(folder / "archive.zip", "w") as archive:
+        archive.writestr("a", "b")
+    return ZipFileSystem(str(folder / "archive.zip"))
+
+
 @pytest.mark.parametrize(
     ("make", "advice"),
     [
@@ -354,6 +363,8 @@ def test_refusals(make: Callable[[Path], AbstractFileSystem], reason: str, tmp_p
         pytest.param(derived(AbstractFileSystem, protocol="own"), "fsspec's own has no cond.* s3://", id="unheard-of"),
         pytest.param(derived(S3FileSystem), "s3fs's own S3FileSystem", id="derived from s3fs"),
         pytest.param(derived(LocalFileSystem), "fsspec's own LocalFileSystem", id="derived from local"),
+        pytest.param(lambda _: MemoryFileSystem(), "memory://name/prefix", id="memory"),
+        pytest.param(zip_file_system, "fsspec's zip has no conditional PUT", id="zip"),
     ],
 )
 def test_all_others_are_read_only(make: Callable[[Path], AbstractFileSystem], advice: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import pickle
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +20,28 @@ from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.limits import ByteRate, LimitedStore, RequestSlots, StoreLimits, take_limits
 from dcp_remote.storage.request_context import BufferLease, limit_requests
 from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.testing.store_suite import StoreSuite
 from tests.support.clocks import SleepClock
+
+
+class TestLimitedStore(StoreSuite):
+    """The suite with all limits, as high as the suite needs."""
+
+    @pytest.fixture
+    def store(self) -> ObjectStore:
+        options = {"requests_in_flight": 8, "upload_bytes_per_second": 1e12, "download_bytes_per_second": 1e12}
+        return open_store(f"memory://{uuid.uuid4().hex}", options)
+
+    def raw_write(self, store: ObjectStore, key: str, data: bytes) -> None:
+        _unlimited(store).put(key, [data])
+
+    def raw_read(self, store: ObjectStore, key: str) -> bytes:
+        return _unlimited(store).get(key, limit_bytes=1 << 30).data
+
+
+def _unlimited(store: ObjectStore) -> ObjectStore:
+    assert isinstance(store, LimitedStore)
+    return store._store
 
 
 def _rate(clock: SleepClock, bytes_per_second: float) -> ByteRate:

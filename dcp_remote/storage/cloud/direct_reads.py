@@ -38,7 +38,8 @@ from dcp_remote.storage.request_context import remaining_seconds, require_may_wr
 
 logger = logging.getLogger(__name__)
 
-# Whether a range was read directly; or obstore has to read it, because a direct read failed, or without a try.
+# Outcome of a direct read; unless "direct", obstore has to read the range. "failed": this read failed, or the last two
+# met a busy store. "skipped": direct reads are paused, or not possible.
 Outcome: TypeAlias = Literal["direct", "failed", "skipped"]
 
 # Ranges in a row that only obstore could read before direct reads are paused, and the length of the pause.
@@ -112,10 +113,14 @@ class DirectReads:
             if began_seconds < self._failed_seconds:
                 return
             self._failed_seconds = self._clock()
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row < _FAILED_MAX:
-                return
-            is_first, self._again_at = not self._again_at, self._clock() + _PAUSE_SECONDS
+            self._failed_in_a_row = failed_in_a_row = self._failed_in_a_row + 1
+            is_paused, is_first = failed_in_a_row >= _FAILED_MAX, not self._again_at
+            if is_paused:
+                self._again_at = self._clock() + _PAUSE_SECONDS
+        if not is_paused:
+            text = "obstore reads a range after a failed direct read. bucket=%s in_a_row=%d"
+            logger.debug(text, self._bucket, failed_in_a_row)
+            return
         logger.log(
             logging.WARNING if is_first else logging.DEBUG,
             "Direct reads of this store fail; obstore reads the ranges, at more CPU. Look for a proxy or firewall that "

@@ -44,7 +44,7 @@ class Task:
     step: Step
     url: str
     state: str  # one of `SHAPES`
-    options: dict[str, object]  # of the store
+    options: dict[str, object]  # options of the store
     store_port: int = 0  # where ranks meet; 0 for one rank
 
 

@@ -56,7 +56,7 @@ class Section:
     tls: bool = False
     server: Shape = Shape()  # noqa: RUF009  # frozen
     ceph: bool = False  # whether Ceph's gateway is the server instead, a new one for each group
-    server_bytes: int = 3 * GiB  # for what is saved
+    server_bytes: int = 3 * GiB  # space on the server for what is saved, in bytes
 
     def turns(self) -> Iterator[tuple[int, Group]]:
         """Yield the number of the round and the group, in order."""

@@ -63,9 +63,9 @@ STOP_SECONDS_MAX = 5.0
 class BenchServer:
     """A server that runs."""
 
-    endpoint_url: str  # where it listens, on the loopback interface only
+    endpoint_url: str  # URL on the loopback interface
     pid: int
-    ca_file: Path | None  # what clients trust it by; None over http
+    ca_file: Path | None  # certificate of the authority; None over http
 
     @property
     def storage_options(self) -> dict[str, str]:

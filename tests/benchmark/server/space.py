@@ -32,8 +32,8 @@ class NoRoomError(Exception):
 class Extent:
     """A part of the file."""
 
-    start: int  # a page's
-    stop: int  # a page's
+    start: int  # first byte, at a page
+    stop: int  # end, at a page
     holders: int = 1  # objects, parts, and requests that receive or send it
     sent: int = 0  # connections that sent it and may have some of it on the way
 

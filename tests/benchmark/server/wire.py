@@ -38,8 +38,8 @@ class Wire:
     """A connected socket, in one thread."""
 
     def __init__(self, space: Space, connected: socket.socket, tls: ssl.SSLContext | None) -> None:
-        self.bytes_in = 0  # of the body of the request that was begun last, as they came over the wire
-        self.bytes_out = 0  # of its answer's body
+        self.bytes_in = 0  # bytes of the body of the last request, as on the wire
+        self.bytes_out = 0  # bytes of the body of its answer
         self._space = space
         self._socket = connected
         self._tls = tls

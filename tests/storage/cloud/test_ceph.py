@@ -22,6 +22,7 @@ from dcp_remote.errors import (
     CommitConflictError,
     ConditionFailedError,
     CorruptCheckpointError,
+    PermissionDeniedError,
     StorageError,
     TransientStorageError,
 )
@@ -228,6 +229,27 @@ def test_quoted_etags_are_refused_and_the_error_names_the_option(ceph: CephGatew
 
 
 # ---- puts that are broken off
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        ({"aws_secret_access_key": "not-the-secret"}, "The secret key is not that of the access key."),
+        ({"aws_access_key_id": "not-the-key"}, "The store does not know this access key."),
+    ],
+)
+def test_wrong_credentials(ceph: CephGateway, bucket: str, wrong: dict[str, str], advice: str) -> None:
+    """Read, write and list with one wrong key each: the error says which of the two, and shows neither."""
+    store = open_store(f"s3://{bucket}", ceph.storage_options | wrong)
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("key", limit_bytes=1),
+        lambda: store.put("key", [b"x"]),
+        lambda: list(store.list()),
+    ]
+    for call in calls:
+        with pytest.raises(PermissionDeniedError, match=advice) as caught:
+            call()
+        assert "not-the-secret" not in str(caught.value)
 
 
 def test_a_put_that_is_broken_off(ceph: CephGateway, bucket: str, raw_s3: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,19 @@ def test_one_broken_connection_costs_one_request() -> None:
         for start in range(10):
             read(store, start, start + 100_000)
         assert [is_direct(target) for target in server.targets] == [True, False] + [True] * 9
+
+
+def test_a_middlebox_that_cuts_large_answers_only() -> None:
+    """Cut large direct reads while small ones succeed: the large ranges arrive as well, and nothing is paused."""
+    large = threading.Event()
+    with range_server(DATA, cut=lambda target: 10 if is_direct(target) and large.is_set() else None) as server:
+        store = open_s3(server.endpoint_url)
+        for start in range(5):
+            large.clear()
+            read(store, start, start + 100)
+            large.set()
+            read(store, start, start + 100_000)
+        assert [is_direct(target) for target in server.targets] == [True, True, False] * 5
 
 
 def test_a_busy_store_does_not_pause_direct_reads() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_remote import CheckpointManager, RemoteWriter, latest, load, plain_errors
+from dcp_remote.cli import main
 from dcp_remote.errors import CorruptCheckpointError, StorageError
 from dcp_remote.storage.cloud.errors import is_web_page
 from dcp_remote.testing.servers import HttpAnswer, ScriptedServer, scripted_server
@@ -50,6 +51,16 @@ def test_a_web_page_is_no_checkpoint(call: str, console: ScriptedServer) -> None
     assert "delete" not in text
     assert "recover" not in text
     assert not any(request.method in ("PUT", "DELETE") for request in console.requests)
+
+
+@pytest.mark.parametrize("command", ["ls", "recover"])
+def test_commands(command: str, console: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and the exit code of a store that failed."""
+    keys = [word for key, value in KEYS.items() for word in ("--option", f"{key}={value}")]
+    assert main([command, URL, "--endpoint-url", console.endpoint_url, *keys]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dcp-remote: The endpoint answers with a web page")
+    assert "recover" not in line
 
 
 def test_what_begins_as_a_web_page() -> None:
