@@ -118,9 +118,9 @@ def nothing_abandoned(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     return after and replace(after, entries=tuple(replace(one, abandoned=False) for one in after.entries))
 
 
-def unpinned(by: Retention, live: Sequence[Entry]) -> Decision:
+def unpinned(by: Retention, live: Sequence[Entry], **known: Any) -> Decision:
     """Let retention retire pinned checkpoints."""
-    return decide(by, [replace(one, pinned=False) for one in live])
+    return decide(by, [replace(one, pinned=False) for one in live], **known)
 
 
 def deleting_first(store: ObjectStore, change: catalog_store.Change, **other: Any) -> Catalog:
@@ -245,7 +245,7 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
     "pins, of retention": ("dcp_remote.run.deletions.decide", unpinned),
     "names, of retention": (
         "dcp_remote.run.deletions.decide",
-        lambda by, live: decide(replace(by, keep_named=False), live),
+        lambda by, live, **known: decide(replace(by, keep_named=False), live, **known),
     ),
     "marking what is abandoned": ("dcp_remote.run.job.add_entry", nothing_abandoned),
     "the swap before deletion": ("dcp_remote.run.deletions.swap", deleting_first),
