@@ -417,7 +417,7 @@ class Heartbeat:
         return {rank: RankStatus.decode(value) for rank, value in zip(heard, values, strict=True)}
 
     def close(self, seconds: float = math.inf, *, says_goodbye: bool = True) -> None:
-        """Publish what is queued and the last heartbeat, and stop the thread; in time even if the store is stuck.
+        """Publish the last heartbeat and stop the thread; returns in time even if the store is stuck.
 
         Args:
             seconds: Longest time to wait for the thread; never more than five seconds.
@@ -425,9 +425,7 @@ class Heartbeat:
                 a silent rank, unless another heartbeat of this rank begins later; and where it is not known yet which
                 store that is, the thread waits until it is, or the process ends.
         """
-        # What is queued, such as the error that ends this process, is worth waiting for a store that is not known yet.
-        has_nothing_to_send = not self._is_store_open.is_set() and not self._outbox
-        is_stuck = has_nothing_to_send or self.contact_seconds() >= _CLOSE_SECONDS
+        is_stuck = not self._is_store_open.is_set() or self.contact_seconds() >= _CLOSE_SECONDS
         patience_seconds = min(_CLOSE_SILENT_SECONDS if is_stuck else _CLOSE_SECONDS, seconds)
         self._says_goodbye = says_goodbye
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
@@ -530,12 +528,11 @@ class Heartbeat:
         """Return the store, once it is known.
 
         Raises:
-            _ClosedError: This heartbeat was closed before, with nothing queued or no time left.
+            _ClosedError: This heartbeat was closed before.
         """
         pauses = RetryPolicy(POLLING_SECONDS, max(POLLING_SECONDS, self._beat_seconds)).growing_delays()
         while (store := self._open_store()) is None:
-            may_leave = self._is_closing and self._says_goodbye
-            if may_leave and (not self._outbox or self._clock() >= self._close_end):
+            if self._is_closing and self._says_goodbye:
                 raise _ClosedError
             self._record_answer()
             self._while_waiting()
