@@ -25,6 +25,9 @@ _DRAWN_MAX = 1e300
 # Tables of more rows are folded, and so left out in print.
 _ROWS_OPEN_MAX = 100
 
+# Characters of a text that are looked at, since the pattern takes quadratic time, and texts of a manifest may be long.
+_READ_MAX = 4_000
+
 _QUERY = re.compile(r"(\w://[^\s?#]*)[?#]\S*")
 
 _STYLE = """
@@ -68,8 +71,9 @@ class Series:
 
 def escape(text: str, characters_max: int = 60) -> Markup:
     """Return a text as markup: one line, cut, without user info, queries and signatures of URLs."""
-    # Cut before, too: the pattern takes quadratic time, and texts of a manifest may be long.
-    shown = redact(_QUERY.sub(r"\1?…", escape_unprintable(text[: 4 * characters_max])), ())
+    if len(text) > _READ_MAX:  # without the last word, which may be a URL whose password is not recognized if it is cut
+        text = f"{text[:_READ_MAX].rpartition(' ')[0]}…"
+    shown = redact(_QUERY.sub(r"\1?…", escape_unprintable(text)), ())
     return Markup(html.escape(shown if len(shown) <= characters_max else f"{shown[:characters_max]}…"))
 
 

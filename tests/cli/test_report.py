@@ -29,6 +29,7 @@ from tests.support.schemas import require_schema
 
 HOSTILE = "s3://me:pass-word@host/x?X-Amz-Signature=sig-nature&token=to-ken "
 HOSTILE += "</td></svg><script>alert(1)</script><img src=//evil onerror='x'>\"\x1b[2J\u202e"
+LONG = f"https://oauth2:pass-word{'w' * 3_000}@host/x"  # a token in place of a password
 
 
 class Page(HTMLParser):
@@ -106,7 +107,8 @@ def test_hostile_texts_are_text_without_secrets(cli: CommandLine, run: LocalStor
 
     for entry in swap(run, spoil, deadline=Deadline(30)).entries:
         path = Path("run", entry.manifest)
-        path.write_bytes(manifest_json.encode(replace(decode(path.read_bytes()), writer={HOSTILE: HOSTILE})))
+        spoiled = replace(decode(path.read_bytes()), writer={HOSTILE: HOSTILE, LONG: LONG})
+        path.write_bytes(manifest_json.encode(spoiled))
     page = read_report(cli, run.url)
     assert page.used == used, "no element and no attribute more"
     assert not re.search(r"pass-word|sig-nature|to-ken|\x1b|\u202e", Path("out.html").read_text())

@@ -325,7 +325,7 @@ class FailingOnce(WrappedStore):
             self.is_slow_begun.wait(30)
             raise crash()
         self.is_slow_begun.set()
-        time.sleep(0.2)
+        time.sleep(0.2)  # time for an error that comes too early to end the copy
         self.is_slow_ended.set()
         return super().put(key, buffers, condition=condition)
 
