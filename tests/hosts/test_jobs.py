@@ -53,11 +53,13 @@ def await_training(rig: Rig, job: Job, *, ranks: int) -> dict[str, Event]:
     """Wait until so many ranks have restored since the last fault, and committed a checkpoint; return the restores."""
 
     def events() -> list[Event]:
-        return [one for one in job.events() if (one.world_size, one.kind) == (ranks, "end")]
+        # A host that comes late at the start makes torchrun restart, so that fewer ranks may have trained before.
+        new = [one for one in job.events() if one.seconds > rig.fault_seconds]
+        return [one for one in new if (one.world_size, one.kind) == (ranks, "end")]
 
     def have_committed() -> bool:
         # A save waits for the commit of the one before, and raises its error.
-        saves = Counter(one.host for one in events() if one.verb == "start" and one.seconds > rig.fault_seconds)
+        saves = Counter(one.host for one in events() if one.verb == "start")
         return sum(number >= 2 for number in saves.values()) == ranks
 
     wait_until(have_committed, f"two saves of {ranks} ranks")
