@@ -68,9 +68,11 @@ def _find(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool)
         size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
         count = format_count(len(orphans.abandoned), "checkpoint")
         out.say(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`")
+    noun = _noun_of(is_run=orphans.is_run)
     if orphans.old:
-        noun = _noun_of(is_run=orphans.is_run)
         out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete")
+    elif orphans.young:
+        out.say(f"To remove the younger {noun}s, too, while no job saves here: --delete --grace-hours 0")
     out.give({**document, "abandoned": [build_entry(entry) for entry in orphans.abandoned]})
 
 
@@ -93,13 +95,13 @@ class _Group(NamedTuple):
 
 
 def _report(out: Output, url: str, listed: _Group, other: _Group, *, is_run: bool, as_list: bool) -> dict[str, object]:
-    """Print two groups of orphans, the objects of the first one by one if asked; return the document."""
+    """Print two groups of orphans, if asked also their objects one by one; return the document."""
     what = "objects that no live checkpoint of the run uses" if is_run else "shards that the manifest does not name"
     out.say(f"{url}: orphans ({what})")
-    if as_list:
-        out.say(*(f"{info.key}  {info.size_bytes}" for info in listed.objects))
     document: dict[str, object] = {"url": url, "is_run": is_run}
     for name, objects, state in (listed, other):
+        if as_list:
+            out.say(*(f"{info.key}  {info.size_bytes}" for info in objects))
         size = human_bytes(sum(info.size_bytes for info in objects))
         out.say(f"{format_count(len(objects), _noun_of(is_run=is_run))}, {size}: {state}")
         document[name] = [{"key": info.key, "bytes": info.size_bytes} for info in objects]

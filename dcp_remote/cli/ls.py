@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
@@ -12,12 +14,15 @@ from dcp_remote.cli.output import Output, format_rows
 from dcp_remote.cli.show import RETRY_SECONDS
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import escape_unprintable, format_count, human_bytes, human_seconds, shorten
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
+from dcp_remote.format.keys import step_of
 from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.gc import find_orphans
 from dcp_remote.run.info import CheckpointInfo, find_age_seconds, require_run, require_run_url
 from dcp_remote.run.lookup import exists, not_found
 from dcp_remote.run.runs_below import FoundRun, list_runs
-from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage import ObjectInfo, ObjectStore, open_store
 from dcp_remote.storage.retrying import RetryingStore
 
 # Deadline for listing what lies below a URL: far longer, for a LIST and a GET for each of many runs.
@@ -34,14 +39,21 @@ def ls(
     abandoned: Annotated[
         bool, flag("list only the checkpoints that a job left behind when it went back to an older one")
     ] = False,
+    failed: Annotated[
+        bool, flag("list the steps of which only objects are left that no checkpoint uses: most often of failed saves")
+    ] = False,
     storage_options: StorageOptions = None,
 ) -> bool:
     """List the checkpoints of a run, or with -r the runs below a URL.
 
     Of a run reads its catalog alone, one GET; sizes are those of whole checkpoints, and `dcp-remote du` tells what they
     share. -r costs at most a LIST and a GET for each run, and a LIST per thousand objects outside of runs; exit code 1
-    if a run cannot be read.
+    if a run cannot be read. --failed costs a LIST per thousand objects, and a GET of each manifest. Saves that failed,
+    were interrupted or replaced, or are under way look the same, and so do deletions that have not ended; a save that
+    failed and could delete its objects leaves none.
     """
+    if recursive + abandoned + failed > 1:
+        raise InvalidArgumentError("-r, --abandoned and --failed exclude each other.")
     store = open_store(url, storage_options)
     asking = RetryingStore(store, Deadline(RETRY_SECONDS))
     catalog = read_catalog(asking)
@@ -52,6 +64,8 @@ def ls(
             below = ", and none below" if recursive else "; `dcp-remote ls -r` looks below"
             raise not_found(asking, f"There is no committed checkpoint and no run (no catalog.json) here{below}.")
         return _print_runs(out, store, runs)
+    if failed:
+        return _print_failed(out, store)
     entries = [entry for entry in catalog.entries if entry.abandoned or not abandoned]
     count = format_count(len(catalog.entries), "checkpoint")
     title = f"{len(entries)} abandoned of {count}" if abandoned else count
@@ -91,6 +105,26 @@ def _print_runs(out: Output, store: ObjectStore, runs: Sequence[FoundRun]) -> bo
         }
     )
     return any(run.problem is not None for run in runs)
+
+
+def _print_failed(out: Output, store: ObjectStore) -> bool:
+    orphans = find_orphans(store, grace_seconds=0, timeout_seconds=_LIST_SECONDS)
+    by_step: defaultdict[int, list[ObjectInfo]] = defaultdict(list)
+    for info in (*orphans.old, *orphans.young):
+        by_step[step_of(info.key) or 0].append(info)
+    rows = [("step", "last written", "size", "objects")] if by_step else []
+    failed: list[dict[str, object]] = []
+    for step, infos in sorted(by_step.items()):
+        size_bytes = sum(info.size_bytes for info in infos)
+        modified = datetime.fromtimestamp(max(info.modified_seconds for info in infos), UTC).isoformat(
+            timespec="seconds"
+        )
+        rows.append((str(step), modified, human_bytes(size_bytes), str(len(infos))))
+        failed.append({"step": step, "modified": modified, "bytes": size_bytes, "objects": len(infos)})
+    out.say(f"{store.url}: {format_count(len(failed), 'step')} with objects that no checkpoint uses")
+    out.say(*format_rows(rows, right=(True, False, True, True)))
+    out.give({"url": store.url, "failed": failed})
+    return False
 
 
 def _format_run(run: FoundRun) -> tuple[str, ...]:

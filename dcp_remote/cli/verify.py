@@ -56,7 +56,10 @@ def verify(
         if report.steps:
             none = f"every {'other ' if report.changed else ''}checkpoint is damaged"
             out.say(f"no damage was found in step {join_some(whole)}" if whole else none)
-        out.say("A later save may share a damaged shard: save once with CheckpointManager(…, dedup=False).")
+        out.say(
+            "Until the damaged checkpoints are deleted (`dcp-remote rm`), a later save may share their shards: save "
+            "once with CheckpointManager(…, dedup=False)."
+        )
     else:
         out.say("no damage was found" + ("" if depth == "deep" else f" ({depth}); --deep reads every byte"))
     total = [format_count(len(report.steps), "checkpoint")] if report.steps else []

@@ -73,6 +73,7 @@ class Collective:
         what: Name of the operation.
         failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
         deadline: Deadline of the operation; passes at once when the operation is cancelled.
+        has_failed_here: True once this rank has left with an error of its own, which the others are to be told.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Collective:
         self.what = keys.what
         self.failed = terms.failed
         self.deadline = self._outcome.deadline
+        self.has_failed_here = False
         self._on_leave = on_leave
         self._polling = RetryPolicy(POLLING_SECONDS, max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND))
         self._client: HelperClient | None = None
@@ -120,6 +122,7 @@ class Collective:
             if error is not None and self._heartbeat is not None:
                 # An operation that fails before its first round deletes nothing by itself.
                 self._heartbeat.enqueue(lambda client: self._member.delete_left_keys(client, keys.number - 1))
+        self.has_failed_here = error is not None and cancelled is None
         if error is not None and cancelled is None:
             # A `DcpRemoteError` of the commit says itself whether it was carried out; any other error does not.
             in_commit = Commit.POSSIBLE if isinstance(error, DcpRemoteError) else Commit.UNKNOWN

@@ -76,6 +76,7 @@ class RankGroup:
         self._is_closed = False
         self._has_met = False
         self._has_met_last = False  # in the last operation
+        self._has_news = False  # of the last operation, for other ranks
         self._lock = threading.Lock()
         self._farewell_monitor: LivenessMonitor | None = None
         self._hooks: list[Callable[[Client], None]] = [self._check_collective]
@@ -245,7 +246,7 @@ class RankGroup:
         if collective is not None:
             collective.cancel(collective.failed(f"The rank group was closed during {collective.what}."))
         if self.heartbeat is not None:
-            self.heartbeat.close(seconds)
+            self.heartbeat.close(seconds, has_news=self._has_news)
             if self.heartbeat.has_started and isinstance(self._store, UseCounter):
                 self._store.release_turn()
         self._member.close()
@@ -292,6 +293,7 @@ class RankGroup:
             self._collective = None
             self._has_met_last = collective.has_met
             self._has_met = self._has_met or collective.has_met
+            self._has_news = collective.has_failed_here
             if collective.has_met and isinstance(self._store, UseCounter):
                 self._store.confirm()
             if self.heartbeat is not None:

@@ -250,7 +250,7 @@ class Heartbeat:
         self.is_asked = False
         self._is_closing = False
         self._farewell_end = self._close_end = 0.0
-        self._says_goodbye = True
+        self._says_goodbye, self._has_news = True, False
         self._gone: Exception | None = None
         self._helper = HelperClient(self._connect_first)
         self._connection = object()  # identity of the connection in use; answers over another raise
@@ -416,7 +416,7 @@ class Heartbeat:
         values = client.get_many([_status_key(rank) for rank in heard])
         return {rank: RankStatus.decode(value) for rank, value in zip(heard, values, strict=True)}
 
-    def close(self, seconds: float = math.inf, *, says_goodbye: bool = True) -> None:
+    def close(self, seconds: float = math.inf, *, says_goodbye: bool = True, has_news: bool = False) -> None:
         """Publish the last heartbeat and stop the thread; returns in time even if the store is stuck.
 
         Args:
@@ -424,10 +424,13 @@ class Heartbeat:
             says_goodbye: Publish that there will be no more heartbeats. Otherwise ranks that watch this one take it for
                 a silent rank, unless another heartbeat of this rank begins later; and where it is not known yet which
                 store that is, the thread waits until it is, or the process ends.
+            has_news: An action that is queued tells other ranks what they wait for: where it is not known yet which
+                store that is, the thread looks for it as long as this may take.
         """
-        is_stuck = not self._is_store_open.is_set() or self.contact_seconds() >= _CLOSE_SECONDS
+        is_unknown = not self._is_store_open.is_set() and not has_news
+        is_stuck = is_unknown or self.contact_seconds() >= _CLOSE_SECONDS
         patience_seconds = min(_CLOSE_SILENT_SECONDS if is_stuck else _CLOSE_SECONDS, seconds)
-        self._says_goodbye = says_goodbye
+        self._says_goodbye, self._has_news = says_goodbye, has_news
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
         self._close_end = self._clock() + patience_seconds
         self._is_closing = True
@@ -528,11 +531,12 @@ class Heartbeat:
         """Return the store, once it is known.
 
         Raises:
-            _ClosedError: This heartbeat was closed before.
+            _ClosedError: This heartbeat was closed before; with news, the time of `close` is over.
         """
         pauses = RetryPolicy(POLLING_SECONDS, max(POLLING_SECONDS, self._beat_seconds)).growing_delays()
         while (store := self._open_store()) is None:
-            if self._is_closing and self._says_goodbye:
+            may_wait = not self._says_goodbye or (self._has_news and self._clock() < self._close_end)
+            if self._is_closing and not may_wait:
                 raise _ClosedError
             self._record_answer()
             self._while_waiting()

@@ -18,10 +18,11 @@ MANIFESTS_PREFIX = "manifests/"
 
 _WRITTEN_KEY = re.compile(rf"{SHARDS_PREFIX}[0-9a-f]{{2}}/rank-\d{{5,}}-[0-9a-f]{{16}}-\d{{4,}}\.safetensors", re.ASCII)
 
-
-_MANIFEST = re.compile(rf"{MANIFESTS_PREFIX}step-\d{{12,}}-(\d+)-[0-9a-f]{{16}}\.json", re.ASCII)
+_MANIFEST = re.compile(rf"{MANIFESTS_PREFIX}step-(?P<step>\d{{12,}})-(?P<revision>\d+)-[0-9a-f]{{16}}\.json", re.ASCII)
 _SHARD = re.compile(
-    rf"{SHARDS_PREFIX}[0-9a-f]{{2}}/(\d+)-step-\d{{12,}}-rank-\d{{5,}}-[0-9a-f]{{16}}-\d{{4,}}\.safetensors", re.ASCII
+    rf"{SHARDS_PREFIX}[0-9a-f]{{2}}/(?P<revision>\d+)-step-(?P<step>\d{{12,}})-rank-\d{{5,}}-[0-9a-f]{{16}}-\d{{4,}}"
+    rf"\.safetensors",
+    re.ASCII,
 )
 
 
@@ -37,8 +38,17 @@ def manifest_key(*, revision: int, step: int) -> str:
 
 def revision_of(key: str) -> int | None:
     """Return the revision in the key of a manifest or shard of a run; None for other keys."""
+    return _number_of(key, "revision")
+
+
+def step_of(key: str) -> int | None:
+    """Return the step in the key of a manifest or shard of a run; None for other keys."""
+    return _number_of(key, "step")
+
+
+def _number_of(key: str, name: str) -> int | None:
     match = _MANIFEST.fullmatch(key) or _SHARD.fullmatch(key)
-    return int(match[1]) if match is not None else None
+    return int(match[name]) if match is not None else None
 
 
 def is_written_key(key: str) -> bool:

@@ -103,6 +103,7 @@ def read_targets(
         download, RereadingStore(store), memory_budget_bytes=1, retry_seconds=retry_seconds, deadline=deadline
     )
     progress = _Progress(manifest, plan, targets, reread)
+    step = manifest.run.step if manifest.run is not None else None
     try:
         for table in fetch(progress.table_fetches(), total_bytes=None):
             arrived(table.fetch.key, table.fetch.start, progress.take_table(table), True)  # noqa: FBT003  # `Arrived`
@@ -110,7 +111,7 @@ def read_targets(
             progress.take_range(fetched)
             arrived(fetched.fetch.key, fetched.fetch.start, fetched.data, fetched.fetch.into is not None)
     except CorruptCheckpointError as error:
-        where = {"url": store.url} | find_older_steps(store, manifest, retry_seconds=retry_seconds)
+        where = {"url": store.url} | find_older_steps(store, step, retry_seconds=retry_seconds)
         raise CorruptCheckpointError(error.what, **where | error.details) from error.__cause__
     except ObjectNotFoundError as error:
         gone = explain_missing_shard(store, manifest, retry_seconds=retry_seconds)
@@ -121,7 +122,7 @@ def read_targets(
             "shard, and save once with dedup=False, which uploads unchanged values again.",
             url=store.url,
             cause=error,
-            **find_older_steps(store, manifest, retry_seconds=retry_seconds),
+            **find_older_steps(store, step, retry_seconds=retry_seconds),
         ) from error
     assert not any(progress.open_pieces.values()), "every piece of the plan has arrived"
 

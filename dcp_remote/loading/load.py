@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.tracebacks import hides_frames
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
@@ -28,6 +29,7 @@ from dcp_remote.storage.location import Location, require_budget, require_timeou
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 
 
+@hides_frames
 def load(
     url: str | os.PathLike[str] | ObjectStore,
     *,

@@ -19,6 +19,7 @@ from torch import nn
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import limit_exit_wait
+from dcp_remote.common.tracebacks import hides_frames
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup, default_world_size
@@ -139,6 +140,7 @@ class CheckpointManager:
             ranks. No request is sent here.
     """
 
+    @hides_frames
     def __init__(
         self,
         url: str | os.PathLike[str] | ObjectStore,
@@ -242,6 +244,7 @@ class CheckpointManager:
         """Return the manager itself."""
         return self
 
+    @hides_frames
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -279,6 +282,7 @@ class CheckpointManager:
 
     # ---- called by every rank
 
+    @hides_frames
     def save(
         self,
         step: int,
@@ -397,6 +401,7 @@ class CheckpointManager:
             operation.fail(error)
             raise
 
+    @hides_frames
     def restore(
         self,
         state: MutableMapping[str, Any] | nn.Module,
@@ -524,6 +529,7 @@ class CheckpointManager:
                 self._schedule.note_saved(self._last_step)
         return self._last_load.step
 
+    @hides_frames
     def should_save(self, step: int) -> bool:
         """Return whether to save at this step: by `save_policy`, or because the job is about to be killed.
 
@@ -554,6 +560,7 @@ class CheckpointManager:
         is_stopping = self.reached_preemption(step)
         return self._schedule.should_save(step, is_last=is_stopping)
 
+    @hides_frames
     def reached_preemption(self, step: int) -> bool:
         """Return whether to save and stop at this step, because the job is about to be killed.
 
@@ -593,6 +600,7 @@ class CheckpointManager:
         """Number of times that `retention` failed, each of which was logged and fails no save; 0 but on rank 0."""
         return self._coordinator.background_deletions.retention_failures if self._coordinator is not None else 0
 
+    @hides_frames
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way; return the report of the last save that was committed.
 
@@ -612,6 +620,7 @@ class CheckpointManager:
             self._last_step = step
         return report
 
+    @hides_frames
     def close(self) -> None:
         """Wait for the save under way, finish deleting old checkpoints, and release threads and memory.
 

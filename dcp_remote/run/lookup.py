@@ -183,7 +183,7 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
 
 
 def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> bytes:
-    """Read the manifest of a checkpoint of a run as it is stored, and check its digest; one GET, or two if damaged.
+    """Read the manifest of a checkpoint of a run as it is stored, and check its digest; one GET, or three if damaged.
 
     If the manifest is not there, the catalog is read: `CheckpointGoneError` if the checkpoint was deleted, replaced or
     thinned since, and else `CorruptCheckpointError`.
@@ -192,7 +192,9 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
     try:
         return get_decoded(asking, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
     except CorruptCheckpointError as error:
-        raise error.with_details(url=store.url, manifest=entry.manifest) from error
+        older = find_older_steps(store, entry.step, retry_seconds=retry_seconds)
+        details = error.details | {"url": store.url, "manifest": entry.manifest}
+        raise CorruptCheckpointError(f"{error.what} Use another checkpoint.", **details, **older) from error
     except ObjectNotFoundError as error:
         catalog = read_catalog(asking)
         if catalog is None or all(live.manifest != entry.manifest for live in catalog.entries):
@@ -257,14 +259,14 @@ def explain_missing_shard(
     return gone_error(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
 
 
-def find_older_steps(store: ObjectStore, manifest: Manifest, *, retry_seconds: float) -> dict[str, object]:
+def find_older_steps(store: ObjectStore, step: int | None, *, retry_seconds: float) -> dict[str, object]:
     """Return the step of a damaged checkpoint of a run, and the newest older ones, for an error. One GET.
 
-    Nothing is said of older ones if the catalog cannot be read, too.
+    `step` is None for a checkpoint by itself, of which nothing is said, and without a request. Nothing is said of older
+    ones if the catalog cannot be read, too.
     """
-    if manifest.run is None:
+    if step is None:
         return {}
-    step = manifest.run.step
     try:
         catalog = read_catalog(RetryingStore(store, Deadline(min(retry_seconds, _OLDER_SECONDS))))
     except (CorruptCheckpointError, StorageError):
@@ -357,10 +359,19 @@ def not_found(
     )
 
 
+def describe_surroundings(store: ObjectStore) -> str | None:
+    """Describe what lies at a URL without a run as `describe_foreign` does; if that is nothing, name similar runs."""
+    found = describe_foreign(store)
+    if found is None and (near := find_near_runs(store)):
+        found = f"Similar runs beside it: {', '.join(near)}."
+    return found
+
+
 def find_near_runs(store: ObjectStore) -> list[str]:
     """Return names of runs beside a URL that are similar to its own; for the message of a mistyped URL.
 
-    One LIST of a page, behind the first half of the name: runs further behind are not seen. The result is empty without
+    Or the URL of the folder above, if that is a run, and this one ends in a number, such as a step. One LIST of a page,
+    behind the first half of the name: runs further behind are not seen. The result is empty without
     permission to list, after a failure, and on a store that has no parent.
     """
     make_parent = getattr(store, "parent", None)
@@ -370,7 +381,9 @@ def find_near_runs(store: ObjectStore) -> list[str]:
     name = store.url.rpartition("/")[2]
     try:
         beside = RetryingStore(parent, Deadline(_NEAR_SECONDS)).list(after=name[: len(name) // 2])
-        folders = (info.key.split("/") for info in itertools.islice(beside, _NEAR_KEYS))
+        folders = [info.key.split("/") for info in itertools.islice(beside, _NEAR_KEYS)]
+        if [CATALOG_KEY] in folders and name.isdecimal():
+            return [parent.url]
         return near_names(name, [folder for folder, *rest in folders if rest == [CATALOG_KEY]])
     except DcpRemoteError as error:
         logger.debug("%s: no look at what lies beside it: %s", store.url, error)
@@ -393,8 +406,8 @@ def find_newest(
     """Return the newest checkpoint of a run (`catalog`: None if there is none).
 
     Without a checkpoint, return None and log a warning with what else lies at the URL; with `must_exist`, raise
-    `CheckpointNotFoundError`. Without a catalog, this costs a LIST of a page; with `must_exist`, what `not_found`
-    costs.
+    `CheckpointNotFoundError`. Without a catalog, this costs a LIST of a page, or two; with `must_exist`, what
+    `not_found` costs.
     """
     if catalog is not None and (newest := catalog.latest()) is not None:
         return newest
@@ -403,7 +416,7 @@ def find_newest(
             raise no_such_entry(catalog, None, url=store.url)
         raise not_found(RetryingStore(store, Deadline(retry_seconds)))
     # A mistyped URL looks the same, so that a job would begin anew unnoticed.
-    found = describe_foreign(store) if catalog is None else None
+    found = describe_surroundings(store) if catalog is None else None
     logger.warning(
         "%s: there is no checkpoint here yet; the job starts from nothing%s", store.url, f". {found}" if found else ""
     )

@@ -11,10 +11,9 @@ from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.catalog_store import read_catalog
-from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.run.info import CheckpointInfo, require_run_url
 from dcp_remote.run.job import require_step
-from dcp_remote.run.lookup import find_near_runs, require_not_lost, require_reachable
+from dcp_remote.run.lookup import describe_surroundings, require_not_lost, require_reachable
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.location import require_timeout
 from dcp_remote.storage.request_context import limit_requests
@@ -144,9 +143,7 @@ def _look_around(store: ObjectStore) -> None:
         require_reachable(store)
         require_run_url(store)
         require_not_lost(store)
-    found = describe_foreign(store)
-    if found is None and (near := find_near_runs(store)):
-        found = f"Similar runs beside it: {', '.join(near)}."
+    found = describe_surroundings(store)
     logger.warning("%s: there is no run here yet; waiting for one%s", store.url, f". {found}" if found else "")
 
 

@@ -175,6 +175,7 @@ def test_each_permission_is_examined_by_itself(
     assert [*report.named("fail"), *report.named("warn")] == [verb]
     assert "(AccessDenied). Grant it: " in report.shown(verb)
     assert report.named("skip") == {"put": ["conditional writes", "speed"], "get": ["speed"]}.get(verb, [])
+    assert ("none could be written" in report.shown("delete")) == (verb == "put")
     left = {"object", "swapped", "large"} if verb == "delete" else set()
     assert {info.key.rpartition("/")[2] for info in memory.list()} == left
     assert ("Delete everything below this URL" in caplog.text) == (verb == "delete")

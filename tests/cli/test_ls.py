@@ -22,7 +22,7 @@ from dcp_remote.storage import LocalStore, open_store
 from dcp_remote.testing import RecordingStore
 from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine
-from tests.support.runs import fence, save, thin
+from tests.support.runs import begin, fence, save, thin
 from tests.support.schemas import require_schema
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\nfake  1\x9b31m\u202eb\x7f\u2028"
@@ -103,6 +103,28 @@ def test_abandoned_checkpoints_alone(cli: CommandLine, run: Path) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["step", "300"]
     document = cli.run("ls", run, "--abandoned", "--json").document
     assert [entry["step"] for entry in document["checkpoints"]] == [300]
+
+
+def test_failed_saves(cli: CommandLine, run: Path) -> None:
+    """List steps whose saves were not committed: no checkpoints, and nothing of a run without such saves."""
+    cli.run("gc", run, "--delete", "--grace-hours", "0")
+    assert cli.run("ls", run, "--failed").lines == [f"file://{run}: 0 steps with objects that no checkpoint uses"]
+    for step in (400, 400, 350):
+        begin(LocalStore(run), step)
+    title, header, *lines = cli.run("ls", run, "--failed").lines
+    assert title == f"file://{run}: 2 steps with objects that no checkpoint uses"
+    assert header.split() == ["step", "last", "written", "size", "objects"]
+    assert [(line.split()[0], line.split()[-1]) for line in lines] == [("350", "4"), ("400", "8")]
+    document = cli.run("ls", run, "--failed", "--json").document
+    require_schema("ls", document)
+    found = [path.stat() for path in run.rglob("*step-000000000400-*")]
+    written = datetime.fromtimestamp(max(one.st_ctime for one in found), UTC).isoformat(timespec="seconds")
+    size = sum(one.st_size for one in found)
+    assert document["failed"][1] == {"step": 400, "modified": written, "bytes": size, "objects": 8}
+
+
+def test_one_list_at_a_time(cli: CommandLine, run: Path) -> None:
+    cli.fail("ls", run, "--failed", "--abandoned", code=2, says="exclude each other")
 
 
 @pytest.fixture

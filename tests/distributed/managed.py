@@ -323,7 +323,8 @@ def miss_a_use(path: Path, raising: Sequence[int], using: Sequence[int], how: st
         path: Of the run.
         raising: These ranks raise,
         using: these save.
-        how: "in its block"; "and close it", in a `finally`; "before it is made"; or "without threads" in its block.
+        how: "in its block"; "in its save"; "and close it", in a `finally`; "before it is made"; or "without threads" in
+            its block.
 
     Returns:
         How that ended, and each of the saves, by a manager of its own; all ranks leave one before the next.
@@ -341,6 +342,8 @@ def miss_a_use(path: Path, raising: Sequence[int], using: Sequence[int], how: st
                     with pytest.MonkeyPatch.context() as patch:
                         patch.setattr(threading.Thread, "start", refuse_to_start)
                         manager.save(1, state_of(1))
+                if rank in raising and how == "in its save":
+                    manager.save(1, {**state_of(1), "broken": Broken()})
                 if rank in raising:
                     raise KeyError("mine")
                 if rank in using:
@@ -358,6 +361,16 @@ def miss_a_use(path: Path, raising: Sequence[int], using: Sequence[int], how: st
         wait_for_all(f"before step {step} of {path}")
         endings.append(ended(partial(save, step)))
     return endings
+
+
+class Broken:
+    """Object whose state cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("mine")
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
 
 
 def refuse_to_start(_thread: threading.Thread) -> None:

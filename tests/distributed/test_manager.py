@@ -175,7 +175,8 @@ def test_a_save_under_a_condition_on_the_rank(rank_pool: RankPool, tmp_path: Pat
         load(tmp_path, step=2)
 
 
-IN_ITS_BLOCK, CLOSED, BEFORE, NO_THREADS = "in its block", "and close it", "before it is made", "without threads"
+IN_ITS_BLOCK, IN_ITS_SAVE, CLOSED = "in its block", "in its save", "and close it"
+BEFORE, NO_THREADS = "before it is made", "without threads"
 
 
 @pytest.mark.torture
@@ -188,6 +189,8 @@ IN_ITS_BLOCK, CLOSED, BEFORE, NO_THREADS = "in its block", "and close it", "befo
         ([2], [0, 1], IN_ITS_BLOCK),
         ([0, 1], [2], IN_ITS_BLOCK),
         ([1, 2], [0], IN_ITS_BLOCK),
+        ([0], [1, 2], IN_ITS_SAVE),
+        ([2], [0, 1], IN_ITS_SAVE),
         ([2], [0, 1], NO_THREADS),
         ([0], [1, 2], CLOSED),
         ([2], [0, 1], CLOSED),
@@ -211,10 +214,10 @@ def test_a_use_that_ranks_missed(
             assert block == (Ended("RuntimeError", "can't start new thread") if how == NO_THREADS else MINE)
         elif rank not in using:
             assert block is None
-        elif how == IN_ITS_BLOCK:
+        elif how in {IN_ITS_BLOCK, IN_ITS_SAVE}:
             assert block is not None
             assert block.kind == "SaveFailedError", block
-            assert "left by an error before its first call" in block.text
+            assert ("left by an error before its first call" if how == IN_ITS_BLOCK else "mine") in block.text
         else:
             assert block is not None
             assert block.kind == "SaveTimeoutError" or how == NO_THREADS, block

@@ -186,9 +186,51 @@ def test_damaged_shard(night: Night, caplog: pytest.LogCaptureFixture) -> None:
     night.fail(night.job)
     night.run("rm", "--step", 10, code=2)
     night.run("rm", "--step", 10, "--force", "--yes")
-    assert night.job(10, dedup=False) == 5
+    assert night.job(10) == 5
     assert night.job(15) == 10
+    night.run("verify", "--deep")
     night.compare("A shard is damaged or missing", caplog.text)
+
+
+def test_every_checkpoint_is_damaged(night: Night, caplog: pytest.LogCaptureFixture) -> None:
+    """Lose the shard of weights that never change: what is left of the newest checkpoint is restored, and saved."""
+    base = torch.nn.Linear(512, 512)
+    state = {"model": night.model, "base": base}
+
+    def job(*steps: int, exclude: str | tuple[str, ...] = (), **settings: Any) -> int | None:
+        with night.manager(**settings) as checkpoints:
+            found = checkpoints.restore(state, exclude=exclude)
+            for step in steps:
+                with torch.no_grad():
+                    night.model.weight.add_(1)
+                checkpoints.save(step, state, wait=True)
+        return found
+
+    job(15, 20, exclude="base.*")
+    night.run("rm", "--step", "5-10", "--yes")
+    saved = night.model.weight.clone()
+    for shard in folder_of(night).glob("shards/*/*step-000000000015*"):
+        shard.unlink()
+    night.fail(job)
+    night.run("verify", code=1)
+    assert job(25, exclude="base.*", dedup=False) == 20
+    assert torch.equal(night.model.weight, saved + 1)
+    assert "no damage was found in step 25" in night.run("verify", code=1)
+    night.run("rm", "--step", "15-20", "--yes")
+    assert job(30) == 25
+    night.run("verify", "--deep")
+    night.compare("Every checkpoint is damaged", caplog.text)
+
+
+def test_damaged_manifest(night: Night, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = next(folder_of(night).glob("manifests/step-000000000010-*"))
+    manifest.write_bytes(manifest.read_bytes()[:200])
+    night.fail(night.job)
+    night.run("rm", "--step", 10, "--force", "--yes")
+    assert night.job(15) == 5
+    night.run("gc", "--delete", "--grace-hours", 0)
+    night.run("verify", "--deep")
+    night.compare("A manifest is damaged", caplog.text)
 
 
 def test_missing_shard(night: Night, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,6 +109,14 @@ def test_one_page_behind_the_first_half_of_the_name_is_read(tmp_path: Path, monk
     assert find_near_runs(recording.child("a-1")) == []
 
 
+def test_a_step_in_the_url_is_told_the_run_above(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    save(store, 20)
+    for step in ("20", "0", "000300"):
+        assert find_near_runs(store.child(step)) == [store.url]
+    assert find_near_runs(store.child("2x")) == []
+
+
 def test_without_a_grant_to_list_the_error_stays(tmp_path: Path) -> None:
     """Refuse LIST: the error names no neighbours, and each look sends one request."""
     refused = [matching(verb_is("list"), "request", persistent=True, error=denied)]

@@ -1,0 +1,82 @@
+"""Tracebacks without the frames of the package: of its errors, and of those of a user's code."""
+
+from __future__ import annotations
+
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_remote import CheckpointManager, load
+from dcp_remote.common.tracebacks import FULL_NAME, hides_frames
+from dcp_remote.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+
+
+@pytest.fixture(autouse=True)
+def _as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FULL_NAME, raising=False)
+
+
+def functions_of(error: BaseException) -> list[str]:
+    """Return the file and the function of each frame, the innermost last; of this file the function alone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{Path(one.filename).name} {one.name}".removeprefix("test_tracebacks.py ") for one in frames]
+
+
+def test_of_a_call(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load(tmp_path / "run")
+    assert functions_of(caught.value) == ["test_of_a_call"]
+
+
+def test_of_a_save_in_the_background(tmp_path: Path) -> None:
+    """Save a step again: the error of the thread is raised at the line that waits for it."""
+    with CheckpointManager(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1)})
+        with pytest.raises(CheckpointExistsError) as caught:
+            checkpoints.save(1, {"w": torch.ones(1)}, exist_ok=False, wait=True)
+        assert functions_of(caught.value) == ["test_of_a_save_in_the_background"]
+
+
+def test_on_request_all_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FULL_NAME, "1")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load(tmp_path / "run")
+    assert {"tracebacks.py call", "load.py load", "lookup.py read_manifest"} < set(functions_of(caught.value))
+
+
+def test_frames_of_others_stay() -> None:
+    """Raise in a user's function, which a thread of the package calls: its frames stay, also those of causes."""
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    def explain() -> None:
+        try:
+            fail()
+        except KeyError as error:
+            raise StorageError("It failed.") from error
+
+    @hides_frames
+    def call() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(explain).result()
+
+    with pytest.raises(StorageError) as caught:
+        call()
+    assert functions_of(caught.value) == ["test_frames_of_others_stay", "call", "explain"]
+    assert functions_of(caught.value.__cause__ or caught.value) == ["explain", "fail"]
+
+
+def test_other_exceptions_keep_all() -> None:
+    """Raise what is no error of the package: nothing is left out, since it may be a defect of the package."""
+
+    @hides_frames
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        fail()
+    assert functions_of(caught.value) == ["test_other_exceptions_keep_all", "tracebacks.py call", "fail"]
