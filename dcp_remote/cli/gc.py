@@ -72,7 +72,7 @@ def _find(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool)
     if orphans.old:
         out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete")
     elif orphans.young:
-        out.say(f"To remove the younger {noun}s, too, while no job saves here: --delete --grace-hours 0")
+        out.say(f"To remove the younger {noun}s, while no job saves here, add --delete --grace-hours 0")
     out.give({**document, "abandoned": [build_entry(entry) for entry in orphans.abandoned]})
 
 

@@ -454,7 +454,7 @@ class CheckpointManager:
 
         Returns:
             The step; None if `step` is None and the run has no checkpoint, and then the state is unchanged, and a
-            warning says what else lies at the URL (one LIST of a page).
+            warning says what else lies at the URL, or beside it (two LISTs of a page at most).
 
         Raises:
             StateMismatchError: The checkpoint does not fit the state; lists all of it, on all ranks. Nothing was read.

@@ -193,8 +193,8 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
         return get_decoded(asking, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
     except CorruptCheckpointError as error:
         older = find_older_steps(store, entry.step, retry_seconds=retry_seconds)
-        details = error.details | {"url": store.url, "manifest": entry.manifest}
-        raise CorruptCheckpointError(f"{error.what} Use another checkpoint.", **details, **older) from error
+        details = error.details | {"url": store.url, "manifest": entry.manifest} | older
+        raise CorruptCheckpointError(f"{error.what} Use another checkpoint.", **details) from error
     except ObjectNotFoundError as error:
         catalog = read_catalog(asking)
         if catalog is None or all(live.manifest != entry.manifest for live in catalog.entries):
@@ -363,7 +363,7 @@ def describe_surroundings(store: ObjectStore) -> str | None:
     """Describe what lies at a URL without a run as `describe_foreign` does; if that is nothing, name similar runs."""
     found = describe_foreign(store)
     if found is None and (near := find_near_runs(store)):
-        found = f"Similar runs beside it: {', '.join(near)}."
+        found = f"Is one of these runs meant: {', '.join(near)}?"
     return found
 
 
@@ -371,8 +371,8 @@ def find_near_runs(store: ObjectStore) -> list[str]:
     """Return names of runs beside a URL that are similar to its own; for the message of a mistyped URL.
 
     Or the URL of the folder above, if that is a run, and this one ends in a number, such as a step. One LIST of a page,
-    behind the first half of the name: runs further behind are not seen. The result is empty without
-    permission to list, after a failure, and on a store that has no parent.
+    behind the first half of the name: runs further behind are not seen. The result is empty without permission to list,
+    after a failure, and on a store that has no parent.
     """
     make_parent = getattr(store, "parent", None)
     parent = make_parent() if callable(make_parent) else None

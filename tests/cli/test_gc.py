@@ -48,7 +48,11 @@ def test_removes_orphans(cli: CommandLine, checkpoint: Path) -> None:
 
 
 def test_keeps_young_orphans(cli: CommandLine, checkpoint: Path) -> None:
-    """Delete with the default grace of a day: all orphans are kept."""
+    """List and delete with the default grace of a day: all orphans are listed and kept; what removes them is said."""
+    lines = cli.run("gc", checkpoint, "--list").lines
+    assert lines[1] == "0 shards, 0 B: at least 24 h old"
+    assert all((checkpoint / line.split()[0]).exists() for line in lines[2:4])
+    assert lines[5].endswith("add --delete --grace-hours 0")
     lines = cli.run("gc", checkpoint, "--delete").lines
     assert lines[1] == "0 shards, 0 B: removed"
     assert lines[2].endswith(": kept, younger than 24 h")

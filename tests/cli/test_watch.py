@@ -128,7 +128,7 @@ def test_wrong_calls(cli: CommandLine, run: tuple[Path, list[Entry]], caplog: py
     assert shown.out == ""
     assert "--interval must be a number above zero" in cli.run("watch", run[0], "--interval", 0, code=2).err
     cli.run("watch", run[0].parent / "rnu", "--timeout", 0.05, code=1)
-    assert caplog.messages[-1].endswith("waiting for one. Similar runs beside it: run.")
+    assert caplog.messages[-1].endswith("waiting for one. Is one of these runs meant: run?")
     (run[0] / CATALOG_KEY).unlink()
     assert "dcp-remote recover" in cli.run("watch", run[0], code=1).err
 

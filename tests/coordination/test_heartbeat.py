@@ -249,6 +249,44 @@ def test_queued_actions_are_done_in_order_before_the_last_heartbeat() -> None:
     assert told == list(range(50))
 
 
+def test_what_is_queued_is_told_once_the_store_is_known() -> None:
+    """Close before the store of the ranks is known: the heartbeat waits for it only if it has news."""
+    opened: list[dist.Store] = []
+    told: list[int] = []
+    quiet = Heartbeat(lambda: None, 0, beat_seconds=0.02).start()
+    quiet.enqueue(lambda _client: None)
+    quiet.close()
+    assert quiet._thread is not None
+    assert not quiet._thread.is_alive()
+    looks: list[int] = []
+
+    def open_store() -> dist.Store | None:
+        looks.append(1)
+        return opened[0] if opened else None
+
+    one = Heartbeat(open_store, 0, beat_seconds=0.02).start()
+    one.enqueue(lambda _client: told.append(1))
+    closing = threading.Thread(target=one.close, kwargs={"has_news": True})
+    closing.start()
+    wait_until(lambda: one._is_closing)
+    seen = len(looks)
+    wait_until(lambda: len(looks) >= seen + 3)
+    opened.append(dist.HashStore())
+    closing.join(30)
+    assert told == [1]
+    assert RankStatus.decode(Client(opened[0]).get("beat/0")).is_closed
+
+
+def test_a_store_that_never_comes_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_remote.coordination.heartbeat._CLOSE_SECONDS", 0.2)
+    one = Heartbeat(lambda: None, 0, beat_seconds=0.02).start()
+    one.enqueue(lambda _client: None)
+    one.close(has_news=True)
+    assert one._thread is not None
+    one._thread.join(30)
+    assert not one._thread.is_alive()
+
+
 def test_closing_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """`farewell` is called until it returns True, or the time is over."""
     monkeypatch.setattr("dcp_remote.coordination.heartbeat._CLOSE_SECONDS", 0.3)
