@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ _STACKS_SECONDS = 1.0
 
 # Time that a rank has to exit by itself when the pool is closed.
 _STOP_SECONDS = 5.0
+
+# Calls that are named when a process has died: an earlier call may have done the damage, as with a corrupted heap.
+_CALLS_NAMED = 20
 
 _SPAWNING = multiprocessing.get_context("forkserver")
 # What most ranks import. A module that starts a thread when it is imported must not be here.
@@ -155,7 +159,8 @@ class RankPool:
         self._calls += 1
         processes = [self._running(member) for member in members]
         for rank, process in enumerate(processes):
-            process.send(_Call(self._calls, rank, len(members), self._group_timeout_seconds, work))
+            name = f"{function.__module__}.{function.__qualname__} as rank {rank} of {len(members)}"
+            process.send(_Call(self._calls, rank, len(members), self._group_timeout_seconds, work), name)
         return self._collect(processes, self._call_timeout_seconds if timeout_seconds is None else timeout_seconds)
 
     def close(self) -> None:
@@ -247,6 +252,7 @@ class _Process:
         finally:
             theirs.close()
         self.connection = Connection(ours.detach())
+        self._calls: deque[str] = deque(maxlen=_CALLS_NAMED)
 
     @property
     def pid(self) -> int:
@@ -256,7 +262,8 @@ class _Process:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def send(self, call: _Call) -> None:
+    def send(self, call: _Call, name: str) -> None:
+        self._calls.append(name)
         with suppress(OSError):  # if the process died meanwhile, the connection reads as ended
             self.connection.send_bytes(pickle.dumps(call))
 
@@ -268,10 +275,14 @@ class _Process:
             status = self._process.exitcode
             assert status is not None, "the process has ended"
             if status >= 0:
-                return RankFailure(f"the process left with status {status}")
-            return RankFailure(f"the process was ended by {signal.Signals(-status).name}", signal=-status)
+                return RankFailure(self._name_calls(f"the process left with status {status}"))
+            name = signal.Signals(-status).name
+            return RankFailure(self._name_calls(f"the process was ended by {name}"), signal=-status)
         assert isinstance(answer, _Returned | RankFailure | _NotJoined)
         return answer
+
+    def _name_calls(self, what: str) -> str:
+        return "\n  ".join([f"{what}; its last calls:", *self._calls])
 
     def print_stacks(self) -> None:
         os.kill(self.pid, signal.SIGUSR1)
@@ -323,6 +334,7 @@ def _serve(descriptor: Any, standard_error: Any, port: int) -> None:
     """Serve one call after another, until the pool's end of the connection is closed."""
     os.setsid()  # Ctrl-C goes to the pool's process, which ends the ranks by closing the connection
     os.dup2(standard_error.detach(), 2)
+    faulthandler.enable()  # Python's stacks, if the process crashes
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     connection = Connection(descriptor.detach())

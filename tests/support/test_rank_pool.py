@@ -47,6 +47,11 @@ def die_on(rank: int) -> None:
     dist.barrier()
 
 
+def abort_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+
+
 def hang_on(rank: int) -> int:
     if dist.get_rank() == rank:
         threading.Event().wait()
@@ -106,6 +111,19 @@ def test_a_rank_that_dies_is_named_and_replaced(rank_pool: RankPool) -> None:
     after = rank_pool.run(os.getpid)
     assert [old == new for old, new in zip(pids, after, strict=True)] == [True, False, True, True]
     assert rank_pool.run(reduced, 0) == [6] * 4
+
+
+def test_a_rank_that_crashes_tells_its_calls_and_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    """All calls of the process are named, oldest first: the damage of an earlier call may show in a later one."""
+    with RankPool(2) as pool:
+        pool.run(reduced, 0)
+        with pytest.raises(RanksFailedError) as caught:
+            pool.run(abort_on, 0, ranks=(1,))
+    failure = caught.value.failures[0]
+    assert failure.signal == signal.SIGABRT
+    named = [line.split(".")[-1] for line in failure.description.splitlines()[1:]]
+    assert named == ["reduced as rank 1 of 2", "abort_on as rank 0 of 1"]
+    assert "in abort_on" in capfd.readouterr().err
 
 
 @pytest.mark.torture(smoke=False)
