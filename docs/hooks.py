@@ -24,6 +24,16 @@ _README, _INDEX, _DOCS = "README.md", "index.md", "docs/"
 # A link or picture, up to its address; the address, without an anchor.
 _LINK = re.compile(r"(\]\()([^()\s#:]+)")
 
+# Behind the first paragraph of README on the site's front page.
+_FRONT = """![What lies in a bucket](images/bucket.svg)
+
+```sh
+make demo    # four to six minutes, on a CPU: it draws these curves
+```
+
+![Loss of the demo: killed in mid-save, hung, preempted; resumed at other sizes, and beside it the run that nothing
+stopped](images/loss.png)"""
+
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that a page links, and those that they link."""
@@ -53,7 +63,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return link[0]
         return link[1] + posixpath.relpath(target, posixpath.dirname(source) or ".")
 
-    return _LINK.sub(translate, markdown)
+    text = _LINK.sub(translate, markdown)
+    if source == _INDEX:
+        title, paragraph, rest = text.split("\n\n", 2)
+        return f"{title}\n\n{paragraph}\n\n{_FRONT}\n\n{rest}"
+    return text
 
 
 def _site_path(path: str) -> str:

@@ -56,6 +56,7 @@ path { fill: none; stroke: var(--main); stroke-width: 1.5; vector-effect: non-sc
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums }
 th, td { text-align: left; vertical-align: top; padding: .15rem 1.1rem .15rem 0; border-bottom: 1px solid var(--rule) }
 td { overflow-wrap: break-word } .number { text-align: right; white-space: nowrap } summary { break-after: avoid }
+@media screen { th { overflow-wrap: break-word } td:not(.number, :empty, :first-child) { min-width: 8rem } }
 @media print { :root, body { font-size: 9px } tr { break-inside: avoid } .scroll { overflow: visible } }
 """
 
