@@ -19,6 +19,12 @@ from dcp_remote.storage.url import parse_url
 
 _NAME_CHARACTERS = 18
 
+# Checks whose facts must be those of all ranks, and the cure of ranks that differ.
+_ALIKE = {
+    "software": "Install the same versions on all hosts of the job.",
+    "endpoint": "Set one endpoint on all hosts: other ranks do not see what is written to another store.",
+}
+
 
 def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> bool:
     """Check what a training needs before it writes here.
@@ -59,7 +65,8 @@ def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check]) -> b
     from dcp_remote.manager.rank_checks import exchange_reports
 
     versions = ", ".join(f"{name} {number}" for name, number in software_versions().items())
-    own = [*checks, Check("versions", lambda: Finding("ok", versions))]
+    # First, since a check that blocks those behind it says nothing of the software.
+    own = [Check("software", lambda: Finding("ok", versions)), *checks]
     reports: list[dict[str, Any]] = []
 
     def exchange() -> Finding:
@@ -82,7 +89,8 @@ def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check]) -> b
 def merge_reports(reports: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """Return the rows of all ranks' reports, equal ones as one; `ranks` and `hosts` tell whose, if not those of all.
 
-    Measured values of a check that went well differ everywhere: those of the first rank stand for all.
+    Measured values of a check that went well differ everywhere: those of the first rank stand for all. Ranks of
+    different software or with different endpoints get a warning.
     """
     merged: dict[tuple[str, ...], dict[str, Any]] = {}
     for rank, report in enumerate(reports):
@@ -92,6 +100,11 @@ def merge_reports(reports: Sequence[Mapping[str, Any]], world_size: int) -> list
             one = merged.setdefault(key, {**row, "ranks": [], "hosts": []})
             one["ranks"].append(rank)
             one["hosts"] = list(dict.fromkeys([*one["hosts"], report["host"]]))
+    for name, cure in _ALIKE.items():
+        rows = [row for row in merged.values() if (row["name"], row["state"]) == (name, "ok")]
+        if len(rows) > 1:
+            for row in rows:
+                row |= {"state": "warn", "cure": cure}
     for row in merged.values():
         if len(row["ranks"]) == world_size:
             del row["ranks"], row["hosts"]

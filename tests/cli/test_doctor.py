@@ -422,18 +422,46 @@ def test_ranks_that_differ_are_named() -> None:
     ]
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Examine a folder by two ranks: one report, with the checks of each and those of all; no folder is left."""
+@pytest.mark.parametrize(("name", "cure"), [("software", "same versions"), ("endpoint", "one endpoint")])
+def test_ranks_that_must_be_alike(name: str, cure: str) -> None:
+    """Merge what went well on three ranks, one of which differs, and on one that failed: only a difference warns."""
+
+    def report(fact: str, state: str = "ok") -> dict[str, Any]:
+        return {"host": "host", "checks": [{"name": name, "state": state, "fact": fact, "cure": ""}]}
+
+    merged = merge_reports([report("a"), report("b"), report("a")], 3)
+    assert [(row["state"], row["ranks"]) for row in merged] == [("warn", [0, 2]), ("warn", [1])]
+    assert all(cure in row["cure"] for row in merged)
+    merged = merge_reports([report("a"), report("c", "fail"), report("a")], 3)
+    assert [row["state"] for row in merged] == ["ok", "fail"]
+
+
+def examine_by_two_ranks(url: object) -> Report:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     program = [sys.executable, "-c", "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"]
-    command = [*torchrun, *program, "doctor", str(tmp_path / "run"), "--json"]
+    command = [*torchrun, *program, "doctor", str(url), "--json"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=200)
-    report = Report(done.stdout)
-    assert list(report.checks) == ["ranks", *MACHINE, *STORE, "versions", "rank sockets"]
+    return Report(done.stdout)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Examine a folder by two ranks: one report, with the checks of each and those of all; no folder is left."""
+    report = examine_by_two_ranks(tmp_path / "run")
+    assert list(report.checks) == ["ranks", "software", *MACHINE, *STORE, "rank sockets"]
     assert report.shown("ranks") == "ok all 2 ranks have come. "
     assert report.shown("rank sockets") == "ok connected to 1 other rank. "
     assert not any("ranks" in check for check in report.checks.values())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_under_torchrun(bucket: str) -> None:
+    """Examine a bucket by two ranks: versions of the software and of the bucket are two checks; nothing is left."""
+    report = examine_by_two_ranks(f"s3://{bucket}/run")
+    assert [*RULES, *STORE, "rank sockets"] == list(report.checks)[-10:]
+    assert report.shown("software").startswith("ok dcp_remote ")
+    assert report.shown("versions") == "ok the bucket keeps no old versions. "
+    assert not any("ranks" in check for check in report.checks.values())
+    assert keys_of(bucket) == []
 
 
 # ---- the report
