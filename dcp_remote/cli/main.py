@@ -1,8 +1,8 @@
 """Command line: parse the arguments, run one command, turn errors into one line and an exit code.
 
 Exit codes: 0 success; 1 the command has found what a script should know of, such as damage, or no checkpoint; 2 wrong
-or refused call; 3 the store failed, or the output; 130 after Ctrl-C; 141 the reader of the output closed the pipe. The
-reason is on standard error.
+or refused call; 3 the store failed, or the output, or the command itself; 130 after Ctrl-C; 141 the reader of the
+output closed the pipe. The reason is on standard error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Literal
 
 from dcp_remote.cli.arguments import CommandParser, argument, describe_options, name_options
@@ -112,6 +114,11 @@ _READING = ("ls", "show", "du", "diff", "watch", "report")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code; None takes the arguments of the process."""
+    if sys.stderr is None:  # closed, as by a daemon; Python would print errors to standard output
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # as long as the process
+    if sys.stdout is None:
+        complain("dcp-remote: standard output is closed")
+        return _FAILED
     options = vars(_build_parser()[0].parse_args(arguments))
     name, out = options.pop("command"), Output(as_json=options.pop("as_json"))
     command = COMMANDS[name]
@@ -136,6 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _code_of(error)
     except OSError as error:  # for example, the output goes to a full disk
         complain(f"dcp-remote: {error}")
+        return _FAILED
+    except Exception:  # noqa: BLE001  # Python's own exit code for it is 1, which says that something was found
+        traceback.print_exc()
         return _FAILED
     return _FOUND if has_found else 0
 

@@ -39,6 +39,7 @@ from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
+from dcp_remote.storage.url import parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -378,8 +379,8 @@ def find_near_runs(store: ObjectStore) -> list[str]:
     parent = make_parent() if callable(make_parent) else None
     if parent is None:
         return []
-    name = store.url.rpartition("/")[2]
     try:
+        name = parse_url(store.url).prefix.rpartition("/")[2]  # as in keys: not encoded
         beside = RetryingStore(parent, Deadline(_NEAR_SECONDS)).list(after=name[: len(name) // 2])
         folders = [info.key.split("/") for info in itertools.islice(beside, _NEAR_KEYS)]
         if [CATALOG_KEY] in folders and name.isdecimal():

@@ -67,6 +67,32 @@ def test_a_secret_of_digits_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {"aws_secret_access_key": "123", "connect_timeout_seconds": 2.5, "verify": False, "key": "a=b"}
 
 
+def test_closed_outputs(weights: Path, tmp_path: Path) -> None:
+    """Close an output, as a daemon does: the exit codes stay true, and errors never go to standard output."""
+    run = tmp_path / "run"
+    assert main(["import", str(weights), str(run), "--step", "1"]) == 0
+
+    def start(redirect: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+        shell = ["sh", "-c", f'exec "$@" {redirect}', "sh", *command]
+        return subprocess.run(shell, capture_output=True, text=True, check=False)
+
+    assert start("2>&-", "verify", run).returncode == 0
+    absent = start("2>&-", "ls", tmp_path / "absent", "--json")
+    assert (absent.returncode, absent.stdout) == (1, "")
+    closed = start(">&-", "ls", run)
+    assert (closed.returncode, closed.stderr) == (3, "dcp-remote: standard output is closed\n")
+
+
+def test_a_defect_is_no_finding(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Raise in a command what nobody expects: the exit code is that of a failure, not of something found."""
+    monkeypatch.setattr("dcp_remote.cli.ls.open_store", lambda *_: 1 / 0)
+    assert main(["ls", str(weights)]) == 3
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_messages_name_options_of_the_command_line(
     cli: CommandLine, capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path
 ) -> None:

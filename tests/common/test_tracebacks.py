@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,26 +48,38 @@ def test_on_request_all_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_frames_of_others_stay() -> None:
-    """Raise in a user's function, which a thread of the package calls: its frames stay, also those of causes."""
+    """Raise in a user's function: its frames stay, also those of causes, and of the library that it calls."""
 
     def fail() -> None:
-        raise KeyError("mine")
+        json.loads("{")
 
     def explain() -> None:
         try:
             fail()
-        except KeyError as error:
+        except ValueError as error:
             raise StorageError("It failed.") from error
 
     @hides_frames
     def call() -> None:
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(explain).result()
+        explain()
 
     with pytest.raises(StorageError) as caught:
         call()
     assert functions_of(caught.value) == ["test_frames_of_others_stay", "call", "explain"]
-    assert functions_of(caught.value.__cause__ or caught.value) == ["explain", "fail"]
+    assert functions_of(caught.value.__cause__ or caught.value)[:3] == ["explain", "fail", "__init__.py loads"]
+
+
+def test_an_exception_that_is_being_handled_keeps_all(tmp_path: Path) -> None:
+    """Load while another exception is handled: that one comes from elsewhere, and a later report shows all of it."""
+    handled, frames = ValueError(), [""]
+    try:
+        json.loads("{")
+    except ValueError as error:
+        handled, frames = error, functions_of(error)
+        with pytest.raises(CheckpointNotFoundError, match="There is no"):
+            load(tmp_path / "run")
+    assert functions_of(handled) == frames
+    assert len(frames) > 1
 
 
 def test_other_exceptions_keep_all() -> None:

@@ -109,6 +109,13 @@ def test_one_page_behind_the_first_half_of_the_name_is_read(tmp_path: Path, monk
     assert find_near_runs(recording.child("a-1")) == []
 
 
+def test_names_are_compared_as_they_are_in_keys(tmp_path: Path) -> None:
+    """Mistype a name with spaces, which the URL of a folder encodes."""
+    store = LocalStore(tmp_path)
+    save(store.child("my run b ü"), 1)
+    assert find_near_runs(store.child("my run a ü")) == ["my run b ü"]
+
+
 def test_a_step_in_the_url_is_told_the_run_above(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     save(store, 20)
