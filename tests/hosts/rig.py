@@ -258,12 +258,30 @@ class Rig:
         self, job: Job, host: str, *, nodes: str, restarts: int = 0, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start torchrun on one more host of a job; arguments as of `start_torchrun`."""
+        program = ["--module", "tests.hosts.rank", str(job.file)]
+        self._run_torchrun(job, host, ["--nnodes", nodes, "--max-restarts", str(restarts)], program, environment or {})
+
+    def start_doctor(self, name: str, *, ranks: int) -> Job:
+        """Start `dcp-remote doctor` on all hosts by torchrun, by so many ranks on each."""
+        job = self._job(name, [], None, KiB, KiB)
+        command = "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"
+        program = ["--no-python", sys.executable, "-c", command, "doctor", "s3://runs/run"]
+        environment = {"AWS_ENDPOINT_URL": f"http://store:{_PORT}", "AWS_REGION": "us-east-1"}
+        environment |= {"AWS_ACCESS_KEY_ID": "rig", "AWS_SECRET_ACCESS_KEY": "rig"}
+        size = ["--nnodes", str(len(self.names)), "--nproc-per-node", str(ranks)]
+        for host in self.names:
+            self._run_torchrun(job, host, size, program, environment)
+        return job
+
+    def _run_torchrun(
+        self, job: Job, host: str, size: list[str], program: list[str], environment: Mapping[str, str]
+    ) -> None:
         # Of the dead host's keep-alive, the last call for more hosts, and the look for new ones; by default a minute.
         times = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=10"
-        arguments = ["--nnodes", nodes, "--max-restarts", str(restarts), "--monitor-interval", "0.5"]
+        arguments = [*size, "--monitor-interval", "0.5"]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"h0:{self._port}", "--rdzv-id", "job"]
-        arguments += ["--rdzv-conf", times, "--local-addr", host, "--module", "tests.hosts.rank", str(job.file)]
-        self._run(job, host, "torch.distributed.run", arguments, environment or {})
+        arguments += ["--rdzv-conf", times, "--local-addr", host, *program]
+        self._run(job, host, "torch.distributed.run", arguments, environment)
 
     # ---- faults
 

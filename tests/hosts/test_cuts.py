@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -222,3 +223,19 @@ def test_host_that_is_late_for_a_save(scenario: Scenario) -> None:
     job.let_pass("b")
     scenario.await_success(job, "save 3")
     scenario.outcome = outcome
+
+
+def test_doctor(scenario: Scenario) -> None:
+    """Let two ranks of each host check the store, then once more with a host cut off from it: its ranks are named."""
+    rig, seconds = scenario.rig, 60.0 + MARGIN_SECONDS
+    job = rig.start_doctor("well", ranks=2)
+    assert not any(job.wait(seconds).values())
+    assert "no check failed" in job.log("h0").read_text()
+    rig.cut("h1", networks=["store"])
+    job = rig.start_doctor("cut", ranks=2)
+    assert job.wait(seconds)["h0"] == 1
+    report = job.log("h0").read_text().splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text().partition("## Before the first job")[2]
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert shown
+    assert [line for line in report if line in shown] == shown
