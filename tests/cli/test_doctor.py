@@ -305,7 +305,12 @@ def test_a_silent_server(examine: Examine, bucket: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("offset_seconds", "says"),
-    [(3600, r"warn .* 60 min behind the server"), (-300, r"warn .* 5 min ahead of the server"), (30, r"ok .* agree")],
+    [
+        (3600, r"fail .* 60 min behind the server"),
+        (-905, r"fail .* 15 min ahead"),
+        (-300, r"warn .* 5 min ahead of the server"),
+        (30, r"ok .* agree"),
+    ],
 )
 def test_the_clock(
     examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch, offset_seconds: int, says: str

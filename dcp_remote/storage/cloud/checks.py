@@ -23,7 +23,7 @@ from botocore.utils import get_environ_proxies
 
 from dcp_remote.common.text import format_count, human_seconds, join_some
 from dcp_remote.errors import BucketNotFoundError, DcpRemoteError, PermissionDeniedError, StorageError
-from dcp_remote.storage.checks import Check, Finding
+from dcp_remote.storage.checks import Check, Finding, State
 from dcp_remote.storage.cloud.credentials import find_credentials
 from dcp_remote.storage.cloud.diagnosis import PROBE_KEY, diagnose_answer, explain_tls_failure
 from dcp_remote.storage.cloud.endpoint import create_signing_client
@@ -36,8 +36,9 @@ from dcp_remote.storage.url import ParsedUrl
 _CONNECT_SECONDS = 3.0
 _READ_SECONDS = 5.0
 
-# Difference of clocks that deserves a warning: S3 refuses requests that are signed 15 minutes from its own time.
+# Differences of clocks: above which there is a warning, and from which on S3 refuses requests.
 _SKEW_SECONDS_MAX = 60.0
+_REFUSED_SKEW_SECONDS = 15 * 60.0
 
 # Sources of credentials by botocore's names, where these are not plain.
 _SOURCES = {"explicit": "the options", "env": "the environment"}
@@ -120,11 +121,13 @@ class S3Checks:
     def _check_clock(self) -> Finding:
         if self._ahead_seconds is None:
             return Finding("skip", "the server sends no time")
-        if abs(self._ahead_seconds) <= _SKEW_SECONDS_MAX:
+        skew_seconds = abs(self._ahead_seconds)
+        if skew_seconds <= _SKEW_SECONDS_MAX:
             return Finding("ok", "this machine and the server agree on the time")
         side = "ahead of" if self._ahead_seconds > 0 else "behind"
-        fact = f"this machine is {human_seconds(abs(self._ahead_seconds))} {side} the server"
-        return Finding("warn", fact, "Set the clock of this machine (NTP): from 15 min on, S3 refuses all requests.")
+        fact = f"this machine is {human_seconds(skew_seconds)} {side} the server"
+        state: State = "fail" if skew_seconds >= _REFUSED_SKEW_SECONDS else "warn"
+        return Finding(state, fact, "Set the clock of this machine (NTP): from 15 min on, S3 refuses all requests.")
 
     def _check_credentials(self) -> Finding:
         """Find credentials, and let the server judge them by a GET of an absent object."""
