@@ -183,6 +183,15 @@ def test_each_permission_is_examined_by_itself(
     assert ("Delete everything below this URL" in caplog.text) == (verb == "delete")
 
 
+def test_a_refused_write_leaves_nothing(
+    examine: Examine, memory: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deny to write and to delete: there is no warning of objects that may be left."""
+    report = examine("memory://doctor", store=denying(denying(memory, "put"), "delete"), code=1)
+    assert (report.named("fail"), report.named("warn")) == (["put"], ["delete"])
+    assert "may be left" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("url", "verb", "cure"),
     [
