@@ -15,9 +15,18 @@ from dcp_remote.storage import open_store
 from dcp_remote.storage.checks import MEASURED, Check, Finding, StoreChecks, check_machine, run_checks
 from dcp_remote.storage.cloud.redaction import redact
 from dcp_remote.storage.limits import take_limits
-from dcp_remote.storage.url import parse_url
+from dcp_remote.storage.url import Scheme, parse_url
 
 _NAME_CHARACTERS = 18
+
+# What a training can write to, by scheme: a path whose `s3://` was forgotten is seen as a folder.
+_KINDS = {
+    "s3": "this bucket",
+    "gs": "this bucket",
+    "az": "this container",
+    "file": "this folder of this machine (with several hosts: only if it is a shared file system)",
+    "memory": "the memory of this process",
+}
 
 # Checks whose facts must be those of all ranks, and the cure of ranks that differ.
 _ALIKE = {
@@ -46,7 +55,7 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
     checks += probes.checks()
     # Not by RANK and WORLD_SIZE alone: in a pod of Kubeflow's they are set, and the store is that of a training.
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _check_ranks(out, probes, checks)
+        return _check_ranks(out, probes, checks, parsed.scheme)
 
     out.say(f"{probes.url}: objects below this URL are written, read and deleted")
     found: list[dict[str, Any]] = []
@@ -56,10 +65,10 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
             out.say(_format_row(row))
     finally:
         probes.clean()
-    return _end(out, found)
+    return _end(out, found, parsed.scheme)
 
 
-def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check]) -> bool:
+def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check], scheme: Scheme) -> bool:
     """Make the checks on this rank, and on rank 0 print those of all ranks; return there whether one has failed."""
     # Imported here, since it imports torch.
     from dcp_remote.manager.rank_checks import exchange_reports
@@ -83,7 +92,7 @@ def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check]) -> b
     for row in found:
         if is_first or row["state"] != "ok":
             out.say(_format_row(row))
-    return is_first and _end(out, found)
+    return is_first and _end(out, found, scheme)
 
 
 def merge_reports(reports: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -126,9 +135,10 @@ def _format_row(row: Mapping[str, Any]) -> str:
     return f"{row['state']:<4}  {row['name']:<{_NAME_CHARACTERS}}  {ranks}{row['fact']}{cure}"
 
 
-def _end(out: Output, found: Sequence[Mapping[str, Any]]) -> bool:
+def _end(out: Output, found: Sequence[Mapping[str, Any]], scheme: Scheme) -> bool:
     """Print the end of the report, and return whether a check has failed."""
     failed = [row for row in found if row["state"] == "fail"]
-    out.say(f"{len(failed)} of {len(found)} checks failed" if failed else "no check failed: a training can write here")
+    verdict = f"no check failed: a training can write to {_KINDS[scheme]}"
+    out.say(f"{len(failed)} of {len(found)} checks failed" if failed else verdict)
     out.give({"dcp_remote": software_versions()["dcp_remote"], "checks": found})
     return bool(failed)

@@ -169,6 +169,16 @@ def _check_space(folder: Path, least_bytes: int, cure: str) -> Finding:
     return Finding("ok", fact) if free_bytes >= least_bytes else Finding("warn", fact, cure)
 
 
+def _find_fault(error: PermissionDeniedError) -> str:
+    """Return what the store finds wrong with the credentials, which no grant cures; empty if that is not the cause."""
+    if "code" not in error.details:
+        return ""
+    # Imported here, so that a local folder needs no cloud client.
+    from dcp_remote.storage.cloud.errors import ADVICE
+
+    return ADVICE.get(str(error.details["code"]), "")
+
+
 class StoreChecks:
     """Checks that write, read, list and delete objects below a fresh prefix, each permission by itself.
 
@@ -182,6 +192,7 @@ class StoreChecks:
         self._keys: list[str] = []  # of objects that may exist
         self._body = os.urandom(_BODY_BYTES)
         self._permitted: set[str] = set()  # verbs
+        self._is_refused = False  # a write was, so that no object exists
         root = Path(parsed.path) if parsed.scheme == "file" else None
         folders = [root / HIDDEN_FOLDER, root, *root.parents] if root is not None else []
         self._new_folders = [folder for folder in folders if not os.access(folder, os.F_OK)]
@@ -204,7 +215,7 @@ class StoreChecks:
 
     def clean(self) -> None:
         """Delete the objects that are left, and folders that were not there; a warning tells of other objects."""
-        if failed := self._delete():
+        if (failed := self._delete()) and not self._is_refused:
             logger.warning(
                 "Objects of the checks may be left. Delete everything below this URL. url=%s objects=%d cause=%s",
                 self.url,
@@ -235,6 +246,8 @@ class StoreChecks:
         try:
             finding = request()
         except PermissionDeniedError as error:
+            if fault := _find_fault(error):
+                raise PermissionDeniedError(fault, **error.details) from error
             permission = _PERMISSIONS[verb].get(self._scheme) or _ROLES.get(self._scheme, "it")
             what = f"{error.what.partition('. ')[0].rstrip('.')}. Grant {permission}: {_PURPOSES[verb]}."
             raise PermissionDeniedError(what, **error.details) from error
@@ -243,7 +256,11 @@ class StoreChecks:
 
     def _put_object(self) -> Finding:
         self._keys.append("object")  # before the request, which may be carried out although it fails
-        self._retry().put("object", [self._body])
+        try:
+            self._retry().put("object", [self._body])
+        except PermissionDeniedError:
+            self._is_refused = True
+            raise
         return Finding("ok", "an object was written")
 
     def _get_object(self) -> Finding:

@@ -21,7 +21,7 @@ import pytest
 
 from dcp_remote.cli import main
 from dcp_remote.cli.doctor import merge_reports
-from dcp_remote.errors import PermissionDeniedError
+from dcp_remote.errors import BucketNotFoundError, PermissionDeniedError
 from dcp_remote.storage import Buffer, Content, MemoryStore, ObjectStore, Version, open_store
 from dcp_remote.storage.base import Condition
 from dcp_remote.storage.checks import Check, Finding, StoreChecks, check_machine, run_checks
@@ -134,16 +134,18 @@ def test_a_healthy_folder(cli: CommandLine, examine: Examine, tmp_path: Path) ->
     lines = cli.run("doctor", tmp_path / "new" / "run").lines
     assert lines[0].startswith(f"file://{tmp_path}/new/run/dcp-remote-probes/doctor-")
     assert lines[4] == "ok    put                 an object was written"
-    assert lines[-1] == "no check failed: a training can write here"
+    kind = "this folder of this machine (with several hosts: only if it is a shared file system)"
+    assert lines[-1] == f"no check failed: a training can write to {kind}"
 
 
-def test_a_healthy_bucket(examine: Examine, bucket: str, s3_server: S3Server) -> None:
+def test_a_healthy_bucket(cli: CommandLine, examine: Examine, bucket: str, s3_server: S3Server) -> None:
     """Examine a bucket of moto: all is well, and no object is left."""
     report = examine(f"s3://{bucket}/run", "--region", "us-east-1")
     assert report.named("ok") == list(report.checks)
     assert report.shown("endpoint") == f"ok {s3_server.endpoint_url} answers. "
     assert report.shown("credentials") == "ok from the environment. "
     assert report.shown("bucket") == f"ok {bucket} answers in us-east-1. "
+    assert cli.run("doctor", f"s3://{bucket}/run").lines[-1] == "no check failed: a training can write to this bucket"
     assert keys_of(bucket) == []
 
 
@@ -159,9 +161,9 @@ def test_cost(examine: Examine, memory: MemoryStore) -> None:
 # ---- permissions, and what a store does wrong
 
 
-def denying(store: ObjectStore, denied: str) -> ObjectStore:
+def denying(store: ObjectStore, denied: str, code: str = "AccessDenied") -> ObjectStore:
     def deny() -> PermissionDeniedError:
-        return PermissionDeniedError("The store refused the request.", code="AccessDenied")
+        return PermissionDeniedError("The store refused the request.", code=code)
 
     return FaultyStore(store, [matching(lambda verb, *_: verb == denied, "request", persistent=True, error=deny)])
 
@@ -179,6 +181,15 @@ def test_each_permission_is_examined_by_itself(
     left = {"object", "swapped", "large"} if verb == "delete" else set()
     assert {info.key.rpartition("/")[2] for info in memory.list()} == left
     assert ("Delete everything below this URL" in caplog.text) == (verb == "delete")
+
+
+def test_a_refused_write_leaves_nothing(
+    examine: Examine, memory: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deny to write and to delete: there is no warning of objects that may be left."""
+    report = examine("memory://doctor", store=denying(denying(memory, "put"), "delete"), code=1)
+    assert (report.named("fail"), report.named("warn")) == (["put"], ["delete"])
+    assert "may be left" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -255,7 +266,7 @@ def test_after_an_interruption_nothing_is_left(memory: MemoryStore, monkeypatch:
 
 
 def test_where_the_way_ends(examine: Examine, bucket: str, s3_server: S3Server) -> None:
-    """Give a name that nothing has, a closed port, TLS with a server of plain http, and a bucket that is missing."""
+    """Give a name that nothing has, a closed port, TLS with a server of plain http, and buckets that are missing."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and not listening
         url, missing = f"s3://{bucket}/run", f"s3://{bucket}-x"
@@ -264,14 +275,22 @@ def test_where_the_way_ends(examine: Examine, bucket: str, s3_server: S3Server) 
             (url, f"http://127.0.0.1:{unused.getsockname()[1]}", "Connection refused"),
             (url, s3_server.endpoint_url.replace("http", "https"), "it speaks plain http"),
             (missing, s3_server.endpoint_url, f"Create it (`aws s3 mb {missing} "),
+            ("s3://Bad_Bucket", s3_server.endpoint_url, "Create it (`aws s3 mb s3://Bad_Bucket "),
         ]
         for asked, endpoint_url, says in cases:
             report = examine(asked, "--endpoint-url", endpoint_url, code=1)
-            name = "bucket" if asked == missing else "endpoint"
+            name = "endpoint" if asked == url else "bucket"
             assert report.named("fail") == [name]
             assert says in report.shown(name)
             assert report.named("skip")[-9:] == [*RULES, *STORE]
             assert report.shown("put") == f"skip not checked, since {name} failed. "
+
+
+def test_rules_of_a_bucket_that_is_missing(bucket: str) -> None:
+    for check in S3Checks(parse_url(f"s3://{bucket}-x"), {}).checks():
+        if check.name in RULES:
+            with pytest.raises(BucketNotFoundError, match="Create it"):
+                check.examine()
 
 
 @pytest.mark.parametrize(
@@ -297,7 +316,12 @@ def test_a_silent_server(examine: Examine, bucket: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("offset_seconds", "says"),
-    [(3600, r"warn .* 60 min behind the server"), (-300, r"warn .* 5 min ahead of the server"), (30, r"ok .* agree")],
+    [
+        (3600, r"fail .* 60 min behind the server"),
+        (-905, r"fail .* 15 min ahead"),
+        (-300, r"warn .* 5 min ahead of the server"),
+        (30, r"ok .* agree"),
+    ],
 )
 def test_the_clock(
     examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch, offset_seconds: int, says: str
@@ -331,6 +355,28 @@ def test_wrong_credentials(examine: Examine, bucket: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert "No credentials were found" in examine(f"s3://{bucket}/run", code=1).shown("credentials")
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("InvalidAccessKeyId", "The store does not know this access key (InvalidAccessKeyId). Correct"),
+        ("SignatureDoesNotMatch", "The secret key is not that of the access key (SignatureDoesNotMatch). Correct"),
+    ],
+)
+def test_credentials_that_only_signed_headers_show_as_wrong(
+    examine: Examine, bucket: str, memory: MemoryStore, code: str, says: str
+) -> None:
+    """Refuse requests whose headers are signed, and no signed URL; then a write alone: no grant is advised."""
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(status=404) if "X-Amz-Signature" in request.path else refusal(code)
+
+    report = examine_server(examine, answer)
+    assert report.named("fail") == ["credentials"]
+    assert says in report.shown("credentials")
+    found = dict(run_checks(StoreChecks(denying(memory, "put", code), parse_url("s3://x")).checks()))
+    assert says in f"{found['put'].fact}. {found['put'].cure}"
 
 
 # ---- rules of the bucket

@@ -22,12 +22,12 @@ from botocore.httpsession import URLLib3Session
 from botocore.utils import get_environ_proxies
 
 from dcp_remote.common.text import format_count, human_seconds, join_some
-from dcp_remote.errors import DcpRemoteError, PermissionDeniedError, StorageError
-from dcp_remote.storage.checks import Check, Finding
+from dcp_remote.errors import BucketNotFoundError, DcpRemoteError, PermissionDeniedError, StorageError
+from dcp_remote.storage.checks import Check, Finding, State
 from dcp_remote.storage.cloud.credentials import find_credentials
-from dcp_remote.storage.cloud.diagnosis import explain_tls_failure
+from dcp_remote.storage.cloud.diagnosis import PROBE_KEY, diagnose_answer, explain_tls_failure
 from dcp_remote.storage.cloud.endpoint import create_signing_client
-from dcp_remote.storage.cloud.errors import translate
+from dcp_remote.storage.cloud.errors import CloudError, translate
 from dcp_remote.storage.cloud.provider import FAILURES
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.url import ParsedUrl
@@ -36,8 +36,9 @@ from dcp_remote.storage.url import ParsedUrl
 _CONNECT_SECONDS = 3.0
 _READ_SECONDS = 5.0
 
-# Difference of clocks that deserves a warning: S3 refuses requests that are signed 15 minutes from its own time.
+# Differences of clocks: above which there is a warning, and from which on S3 refuses requests.
 _SKEW_SECONDS_MAX = 60.0
+_REFUSED_SKEW_SECONDS = 15 * 60.0
 
 # Sources of credentials by botocore's names, where these are not plain.
 _SOURCES = {"explicit": "the options", "env": "the environment"}
@@ -120,18 +121,20 @@ class S3Checks:
     def _check_clock(self) -> Finding:
         if self._ahead_seconds is None:
             return Finding("skip", "the server sends no time")
-        if abs(self._ahead_seconds) <= _SKEW_SECONDS_MAX:
+        skew_seconds = abs(self._ahead_seconds)
+        if skew_seconds <= _SKEW_SECONDS_MAX:
             return Finding("ok", "this machine and the server agree on the time")
         side = "ahead of" if self._ahead_seconds > 0 else "behind"
-        fact = f"this machine is {human_seconds(abs(self._ahead_seconds))} {side} the server"
-        return Finding("warn", fact, "Set the clock of this machine (NTP): from 15 min on, S3 refuses all requests.")
+        fact = f"this machine is {human_seconds(skew_seconds)} {side} the server"
+        state: State = "fail" if skew_seconds >= _REFUSED_SKEW_SECONDS else "warn"
+        return Finding(state, fact, "Set the clock of this machine (NTP): from 15 min on, S3 refuses all requests.")
 
     def _check_credentials(self) -> Finding:
         """Find credentials, and let the server judge them by a GET of an absent object."""
         if self._provider.options.anon:
             return Finding("ok", "none, by the option anon")
         credentials = find_credentials(self._provider.endpoint(), self._bucket)
-        diagnosis = self._provider.diagnose(self._prefix)
+        diagnosis = self._diagnose()
         if isinstance(diagnosis, PermissionDeniedError):
             raise diagnosis
         source = f"from {_SOURCES.get(credentials.method, credentials.method)}"
@@ -140,8 +143,31 @@ class S3Checks:
             return Finding("warn", f"{source}; temporary, with an expiry that is not known", cure)
         return Finding("ok", source)
 
+    def _diagnose(self, *, reuse: bool = False) -> CloudError | None:
+        """Return what the answer to a signed URL shows, or to signed headers: some servers judge only these."""
+        if found := self._provider.diagnose(self._prefix, reuse=reuse):
+            return found
+        try:
+            self._create_client().get_object(Bucket=self._bucket, Key=f"{self._prefix}/{PROBE_KEY}".lstrip("/"))
+        except ClientError as error:
+            return self._explain(error)
+        return None
+
+    def _explain(self, error: ClientError) -> CloudError | None:
+        status, code = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response["Error"].get("Code", "")
+        return diagnose_answer(status, code, None, endpoint=self._provider.endpoint(), bucket=self._bucket)
+
+    def _create_client(self) -> Any:
+        return create_signing_client(
+            self._provider.endpoint(),
+            self._provider.options,
+            retries={"total_max_attempts": 1},
+            connect_timeout=_CONNECT_SECONDS,
+            read_timeout=_READ_SECONDS,
+        )
+
     def _check_bucket(self) -> Finding:
-        diagnosis = self._provider.diagnose(self._prefix, reuse=True)
+        diagnosis = self._diagnose(reuse=True)
         if diagnosis is not None:
             raise diagnosis
         return Finding("ok", f"{self._bucket} answers in {self._provider.endpoint().region_name}")
@@ -150,19 +176,15 @@ class S3Checks:
 
     def _read(self, operation: str, action: str, absent: str = "") -> Mapping[str, Any]:
         """Read a part of the bucket's configuration; empty if the answer has the error code `absent`."""
-        client = create_signing_client(
-            self._provider.endpoint(),
-            self._provider.options,
-            retries={"total_max_attempts": 1},
-            connect_timeout=_CONNECT_SECONDS,
-            read_timeout=_READ_SECONDS,
-        )
         try:
-            answer: Mapping[str, Any] = getattr(client, operation)(Bucket=self._bucket)
+            answer: Mapping[str, Any] = getattr(self._create_client(), operation)(Bucket=self._bucket)
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code") or "no error code"
             if code == absent:
                 return {}
+            found = self._explain(error)
+            if isinstance(found, PermissionDeniedError | BucketNotFoundError):  # which no grant cures
+                raise found from None
             raise StorageError(
                 f"could not be read. Grant {action} to see it; a training does not need it.", code=code
             ) from None

@@ -32,7 +32,7 @@ from dcp_remote.storage.cloud.errors import (
 _TLS_INTERNAL_ERROR = "TLSV1_ALERT_INTERNAL_ERROR"
 
 # Name of an object that never exists, so the answer is short whether or not the bucket exists.
-_PROBE_KEY = "dcp-remote-diagnosis"
+PROBE_KEY = "dcp-remote-diagnosis"
 
 # Time limits to connect and to read: a diagnosis must not take longer than the failure.
 _PROBE_TIMEOUTS_SECONDS = (3.0, 5.0)
@@ -83,7 +83,7 @@ def diagnose_s3(
         An error without the details of a request. None if nothing is found: the bucket answers well, or is as
         overloaded as before.
     """
-    key = f"{prefix}/{_PROBE_KEY}" if prefix else _PROBE_KEY
+    key = f"{prefix}/{PROBE_KEY}" if prefix else PROBE_KEY
     try:
         if listing:
             url = presign_s3(endpoint, options, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
@@ -113,7 +113,7 @@ def diagnose_s3(
     status, code = answer.status_code, find_error_code(body) or ""
     if listing and status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) and code not in ADVICE:
         return PermissionDeniedError(WHAT[PermissionDeniedError], code=code, endpoint=endpoint.endpoint_url)
-    return _diagnose_answer(status, code, answered_region, endpoint=endpoint, bucket=bucket)
+    return diagnose_answer(status, code, answered_region, endpoint=endpoint, bucket=bucket)
 
 
 def _report_unreachable(endpoint: S3Endpoint) -> StorageError:
@@ -145,7 +145,7 @@ def explain_tls_failure(error: botocore_exceptions.SSLError, endpoint: S3Endpoin
     )
 
 
-def _diagnose_answer(
+def diagnose_answer(
     status: int, code: str, answered_region: str | None, *, endpoint: S3Endpoint, bucket: str
 ) -> StorageError | None:
     """Return the error that the store's answer to the GET shows; None if it shows nothing."""
