@@ -128,8 +128,9 @@ def prune(
 
     Prints which checkpoints would be deleted, or lose their optimizer, and the bytes that this frees. The newest, the
     pinned, the abandoned and those with a name are kept. With --yes they are removed from the catalog, and then the
-    objects that no other checkpoint uses are deleted. A training may save meanwhile. Exit code 1 if a manifest cannot
-    be read; if it is that of a checkpoint that stays, nothing is deleted, since others may be needed in its place.
+    objects that no other checkpoint uses are deleted. A training may save meanwhile: only what was printed goes, and of
+    that what the retention still does not keep. Exit code 1 if a manifest cannot be read; if it is that of a checkpoint
+    that stays, nothing is deleted, since others may be needed in its place.
     """
     if keep_last is None and keep_optimizer_last is None:
         raise InvalidArgumentError("Say what to keep: --keep-last (with it others, too), or --keep-optimizer-last.")
@@ -152,7 +153,8 @@ def prune(
         raise InvalidArgumentError("No checkpoint has the metric of --keep-best.", metric=metric, known=known)
     usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS), dropped_keys=retention.optimizer_keys)
     decision = Deletions(store).decide(retention, catalog)
-    if any(entry.step not in decision.retire for entry in usage.unreadable):
+    damaged = next((entry for entry in usage.unreadable if entry.step not in decision.retire), None)
+    if damaged is not None:
         decision = Decision((), ())  # as `Deletions.apply` does
     retire = [entry for entry in catalog.entries if entry.step in decision.retire]
     thin = [entry for entry in catalog.entries if entry.step in decision.thin and entry in usage.thinned]
@@ -167,7 +169,10 @@ def prune(
         out.say(f"{format_count(len(thin), 'checkpoint')} to lose the optimizer", *format_table(thin))
 
     def apply(deletions: Deletions, deadline: Deadline) -> Applied:
-        return deletions.apply(retention, deadline=deadline)
+        if damaged is not None:
+            reason = f"the manifest of step {damaged.step} cannot be read, so that retention deletes nothing"
+            return Applied(catalog, reason=f"{reason}: {usage.unreadable[damaged]}")
+        return deletions.apply(retention, deadline=deadline, planned=(catalog, decision))
 
     listed = {"retire": [build_entry(entry) for entry in retire], "thin": [build_entry(entry) for entry in thin]}
     _carry_out(out, store, usage, decision, apply, listed=listed, yes=yes)
