@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
-from dcp_remote.cli.arguments import Argument, StorageOptions, Url, argument, flag, parse_step
+from dcp_remote.cli.arguments import DIGITS_MAX, Argument, StorageOptions, Url, argument, flag, parse_step
 from dcp_remote.cli.gc import describe_failures
 from dcp_remote.cli.ls import build_entry, format_table, read_run_catalog
 from dcp_remote.cli.output import Output
@@ -135,8 +135,9 @@ def prune(
     if keep_last is None and keep_optimizer_last is None:
         raise InvalidArgumentError("Say what to keep: --keep-last (with it others, too), or --keep-optimizer-last.")
     metric, equals, count = (keep_best or "").partition("=")
-    if equals and not count.isdecimal():
-        raise InvalidArgumentError("--keep-best must have the form METRIC or METRIC=N.", keep_best=keep_best)
+    if equals and not (count.isdecimal() and len(count) <= DIGITS_MAX):
+        given = shorten(f"{metric}={count}")
+        raise InvalidArgumentError("--keep-best must have the form METRIC or METRIC=N.", keep_best=given)
     retention = Retention(
         keep_last=keep_last,
         keep_every=keep_every,
@@ -196,6 +197,8 @@ def _find_steps(catalog: Catalog, steps: Sequence[int | str], *, url: str) -> tu
         bounds = _RANGE.fullmatch(step) if isinstance(step, str) and catalog.find_by_name(step) is None else None
         if bounds is None:
             named.append(find_entry(catalog, step, url=url))
+        elif max(map(len, bounds.groups())) > DIGITS_MAX:
+            raise InvalidArgumentError(f"--step N-M has at most {DIGITS_MAX} digits a step.", step=shorten(bounds[0]))
         elif int(bounds[1]) > int(bounds[2]):
             raise InvalidArgumentError("--step N-M goes from the smaller step to the larger one.", step=step)
         else:

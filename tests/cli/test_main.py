@@ -112,6 +112,7 @@ def test_wording(message: str, named: str) -> None:
     [
         (["ls", "--enpoint-url", "http://x", "URL"], "unknown option --enpoint-url; similar: --endpoint-url"),
         (["rm", "URL", "--stp=5"], "unknown option --stp; similar: --step"),
+        (["rm", "URL", "--step=5", "--dry-run"], "unknown option --dry-run; without --yes nothing is changed"),
         (["bench", "URL", "--jsn"], "unknown option --jsn; similar: --json"),
         (["show", "URL", "--option", "nonsense"], "argument --option: must have the form NAME=VALUE"),
         (["pin", "URL", "5", "--xyz"], "unknown option --xyz"),

@@ -135,6 +135,7 @@ def test_a_damaged_manifest_keeps_everything(cli: CommandLine, run: Path) -> Non
         (["--keep-optimizer-last", "1", "--keep-every", "5"], "no effect without keep_last"),
         (["--keep-last", "0"], "--keep-last must be an integer above zero"),
         (["--keep-last", "1", "--keep-best", "loss="], "METRIC=N"),
+        (["--keep-last", "1", "--keep-best", f"loss={'9' * 5_000}"], "METRIC=N. keep_best='loss=9999"),
         (["--keep-last", "1", "--keep-best", ""], "--keep-best needs the name of a metric"),
         (["--keep-last", "1", "--keep-best", "los"], "No checkpoint has the metric of --keep-best. metric='los'"),
     ],
