@@ -247,7 +247,7 @@ def _carry_out(
     if deleted.failed or deleted.left or deleted.given_up:
         raise StorageError(
             "The checkpoints were removed from the catalog, but some of their objects could not be deleted. Remove "
-            "those later with `dcp-remote gc --delete`.",
+            "those later with `dcp-remote gc --yes`.",
             url=store.url,
             failed=len(deleted.failed),
             left=deleted.left + deleted.given_up,

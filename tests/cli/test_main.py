@@ -122,8 +122,8 @@ def test_wording(message: str, named: str) -> None:
         (["pin", "URL"], "required"),
         # An abbreviation of an option that changes something is none.
         (["pin", "URL", "1", "--und"], "--und"),
-        (["gc", "URL", "--grace-hours", "0", "--del"], "--del"),
-        (["recover", "URL", "--wri"], "--wri"),
+        (["gc", "URL", "--grace-hours", "0", "--ye"], "--ye"),
+        (["recover", "URL", "--y"], "--y"),
         (["rm", "URL", "--step", "1", "--ye"], "--ye"),
         (["rm", "URL", "--ste", "1", "--yes"], "--ste"),
         (["rm", "URL", "--step"], "--step"),

@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_can_be_deleted(cli: CommandLine, run: Path) -> Non
     lines = cli.run("rm", run, "--step", "1", "--yes").lines
     assert lines[-2] == "deleted step 1 (1 object, 0 B freed)"
     assert lines[-1].startswith("some objects are left for `dcp-remote gc`: the manifest of step 1 cannot be read")
-    assert "2 objects, " in cli.run("gc", run, "--grace-hours", "0", "--delete").out
+    assert "2 objects, " in cli.run("gc", run, "--grace-hours", "0", "--yes").out
 
 
 def test_objects_that_cannot_be_deleted(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
