@@ -287,7 +287,7 @@ class Demo:
             claim = f"one process alone loads step {step}, with the SHA-256 that its ranks saved"
             self.report.check(claim, holds=step in saved and saved[step].sha256 == sha256)
         before = self._cloud.keys() - self._cloud.named()
-        self.command("gc", RUN_URL, "--grace-hours", "0", "--delete")
+        self.command("gc", RUN_URL, "--grace-hours", "0", "--yes")
         after = self._cloud.keys()
         claim = f"gc removed {len(before)} orphans, and left exactly the {len(after)} objects that the catalog leads to"
         self.report.check(claim, holds=bool(before) and after == self._cloud.named())

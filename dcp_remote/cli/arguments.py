@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, TypeAlias
 
+from dcp_remote.common.text import shorten
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.format.entry_names import near_names
 from dcp_remote.storage.limits import LIMIT_OPTIONS
@@ -27,6 +28,9 @@ _OWN_OPTIONS = {"endpoint_url": "--endpoint-url", "profile_name": "--profile", "
 
 # Name of a storage option in a message: `storage_options['anon'] = True`.
 _STORAGE_OPTION = re.compile(r"storage_options(?:\['(\w+)'\](?: = '?(\w+)'?)?)?")
+
+# Digits of a step or count. Python refuses to read some thousands, and a message repeats all of them.
+DIGITS_MAX = 60
 
 _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": GiB}
 
@@ -81,7 +85,10 @@ class CommandParser(argparse.ArgumentParser):
             is_known = name in options or (self.allow_abbrev and any(option.startswith(name) for option in options))
             if name.startswith("--") and not is_known:
                 near = near_names(name[2:], [option[2:] for option in options])
-                self.error(f"unknown option {name}" + (f"; similar: --{near[0]}" if near else ""))
+                hint = f"; similar: --{near[0]}" if near else ""
+                if name == "--dry-run" and "--yes" in options:
+                    hint = "; without --yes nothing is changed"
+                self.error(f"unknown option {name}{hint}")
         parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")
@@ -133,7 +140,11 @@ def parse_step(text: str) -> int | str:
 
     A name of digits alone is only given to its own step.
     """
-    return int(text) if text.isdecimal() else text
+    if not text.isdecimal():
+        return text
+    if len(text) > DIGITS_MAX:
+        raise argparse.ArgumentTypeError(f"a step has at most {DIGITS_MAX} digits: {shorten(text)}")
+    return int(text)
 
 
 def parse_bytes(text: str) -> int:

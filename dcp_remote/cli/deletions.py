@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, TypeAlias
 
-from dcp_remote.cli.arguments import Argument, StorageOptions, Url, argument, flag, parse_step
+from dcp_remote.cli.arguments import DIGITS_MAX, Argument, StorageOptions, Url, argument, flag, parse_step
 from dcp_remote.cli.gc import describe_failures
 from dcp_remote.cli.ls import build_entry, format_table, read_run_catalog
 from dcp_remote.cli.output import Output
@@ -128,14 +128,16 @@ def prune(
 
     Prints which checkpoints would be deleted, or lose their optimizer, and the bytes that this frees. The newest, the
     pinned, the abandoned and those with a name are kept. With --yes they are removed from the catalog, and then the
-    objects that no other checkpoint uses are deleted. A training may save meanwhile. Exit code 1 if a manifest cannot
-    be read; if it is that of a checkpoint that stays, nothing is deleted, since others may be needed in its place.
+    objects that no other checkpoint uses are deleted. A training may save meanwhile: only what was printed goes, and of
+    that what the retention still does not keep. Exit code 1 if a manifest cannot be read; if it is that of a checkpoint
+    that stays, nothing is deleted, since others may be needed in its place.
     """
     if keep_last is None and keep_optimizer_last is None:
         raise InvalidArgumentError("Say what to keep: --keep-last (with it others, too), or --keep-optimizer-last.")
     metric, equals, count = (keep_best or "").partition("=")
-    if equals and not count.isdecimal():
-        raise InvalidArgumentError("--keep-best must have the form METRIC or METRIC=N.", keep_best=keep_best)
+    if equals and not (count.isdecimal() and len(count) <= DIGITS_MAX):
+        given = shorten(f"{metric}={count}")
+        raise InvalidArgumentError("--keep-best must have the form METRIC or METRIC=N.", keep_best=given)
     retention = Retention(
         keep_last=keep_last,
         keep_every=keep_every,
@@ -152,7 +154,8 @@ def prune(
         raise InvalidArgumentError("No checkpoint has the metric of --keep-best.", metric=metric, known=known)
     usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS), dropped_keys=retention.optimizer_keys)
     decision = Deletions(store).decide(retention, catalog)
-    if any(entry.step not in decision.retire for entry in usage.unreadable):
+    damaged = next((entry for entry in usage.unreadable if entry.step not in decision.retire), None)
+    if damaged is not None:
         decision = Decision((), ())  # as `Deletions.apply` does
     retire = [entry for entry in catalog.entries if entry.step in decision.retire]
     thin = [entry for entry in catalog.entries if entry.step in decision.thin and entry in usage.thinned]
@@ -167,7 +170,10 @@ def prune(
         out.say(f"{format_count(len(thin), 'checkpoint')} to lose the optimizer", *format_table(thin))
 
     def apply(deletions: Deletions, deadline: Deadline) -> Applied:
-        return deletions.apply(retention, deadline=deadline)
+        if damaged is not None:
+            reason = f"the manifest of step {damaged.step} cannot be read, so that retention deletes nothing"
+            return Applied(catalog, reason=f"{reason}: {usage.unreadable[damaged]}")
+        return deletions.apply(retention, deadline=deadline, planned=(catalog, decision))
 
     listed = {"retire": [build_entry(entry) for entry in retire], "thin": [build_entry(entry) for entry in thin]}
     _carry_out(out, store, usage, decision, apply, listed=listed, yes=yes)
@@ -191,6 +197,8 @@ def _find_steps(catalog: Catalog, steps: Sequence[int | str], *, url: str) -> tu
         bounds = _RANGE.fullmatch(step) if isinstance(step, str) and catalog.find_by_name(step) is None else None
         if bounds is None:
             named.append(find_entry(catalog, step, url=url))
+        elif max(map(len, bounds.groups())) > DIGITS_MAX:
+            raise InvalidArgumentError(f"--step N-M has at most {DIGITS_MAX} digits a step.", step=shorten(bounds[0]))
         elif int(bounds[1]) > int(bounds[2]):
             raise InvalidArgumentError("--step N-M goes from the smaller step to the larger one.", step=step)
         else:
@@ -239,7 +247,7 @@ def _carry_out(
     if deleted.failed or deleted.left or deleted.given_up:
         raise StorageError(
             "The checkpoints were removed from the catalog, but some of their objects could not be deleted. Remove "
-            "those later with `dcp-remote gc --delete`.",
+            "those later with `dcp-remote gc --yes`.",
             url=store.url,
             failed=len(deleted.failed),
             left=deleted.left + deleted.given_up,

@@ -31,7 +31,7 @@ def gc(
     as_list: Annotated[bool, argument("--list", action="store_true", help="print also each orphan's key and size")] = (
         False
     ),
-    delete: Annotated[bool, flag("remove the orphans; without this nothing is changed")] = False,
+    yes: Annotated[bool, flag("remove the orphans; without this nothing is changed")] = False,
     grace_hours: Annotated[
         float, argument(type=float, metavar="HOURS", help="keep orphans younger than this (default: %(default)g)")
     ] = GRACE_SECONDS / _HOUR_SECONDS,
@@ -40,7 +40,7 @@ def gc(
     """Remove objects that no checkpoint uses.
 
     Prints which objects are orphans: left by interrupted, failed or replaced saves, and used by no checkpoint. With
-    --delete they are removed. In a run, these are manifests and shards that no live checkpoint uses, and a save that is
+    --yes they are removed. In a run, these are manifests and shards that no live checkpoint uses, and a save that is
     under way starts again. At the URL of a single checkpoint, these are shards that its manifest does not name, and a
     save that is under way fails. If the manifest is absent, a tombstone is put in its place first, which the next save
     replaces.
@@ -48,7 +48,7 @@ def gc(
     if not 0 <= grace_hours < math.inf:
         raise InvalidArgumentError("--grace-hours must be at least 0, and finite.", grace_hours=grace_hours)
     store = open_store(url, storage_options)
-    if delete:
+    if yes:
         _remove(out, store, grace_hours, as_list=as_list)
     else:
         _find(out, store, grace_hours, as_list=as_list)
@@ -70,9 +70,9 @@ def _find(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool)
         out.say(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`")
     noun = _noun_of(is_run=orphans.is_run)
     if orphans.old:
-        out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --delete")
+        out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --yes")
     elif orphans.young:
-        out.say(f"To remove the younger {noun}s, while no job saves here, add --delete --grace-hours 0")
+        out.say(f"To remove the younger {noun}s, while no job saves here, add --yes --grace-hours 0")
     out.give({**document, "abandoned": [build_entry(entry) for entry in orphans.abandoned]})
 
 

@@ -20,18 +20,18 @@ def recover_catalog(
     out: Output,
     url: Url,
     *,
-    write: Annotated[bool, flag("write the catalog; without this nothing is changed")] = False,
+    yes: Annotated[bool, flag("write the catalog; without this nothing is changed")] = False,
     storage_options: StorageOptions = None,
 ) -> None:
     """Rebuild a lost or damaged catalog.
 
     Prints the catalog that can be rebuilt from the manifests of a run whose catalog.json is lost or damaged. With
-    --write it is written. No job may use the run meanwhile.
+    --yes it is written. No job may use the run meanwhile.
     """
     store = open_store(url, storage_options)
-    recovered = recover(store) if write else find_recovery(store, timeout_seconds=_LOOK_SECONDS)
+    recovered = recover(store) if yes else find_recovery(store, timeout_seconds=_LOOK_SECONDS)
     entries = recovered.catalog.entries
-    state = f"{'was' if write else 'is'} {'damaged' if recovered.damaged else 'lost'}"
+    state = f"{'was' if yes else 'is'} {'damaged' if recovered.damaged else 'lost'}"
     out.say(f"{store.url}: the catalog {state}; manifests of {format_count(len(entries), 'checkpoint')} found")
     out.say(*format_table(entries))
     for left in recovered.left:
@@ -42,15 +42,15 @@ def recover_catalog(
         "checkpoints were abandoned by a rollback (except those marked above). Checkpoints that were retired but not "
         "yet deleted are included again."
     )
-    if write:
+    if yes:
         out.say("The catalog was written.")
     else:
-        out.say("Nothing was changed. To write this catalog, while no job uses the run, add --write")
+        out.say("Nothing was changed. To write this catalog, while no job uses the run, add --yes")
     out.give(
         {
             "url": store.url,
             "damaged": recovered.damaged,
-            "written": write,
+            "written": yes,
             "checkpoints": [build_entry(entry) for entry in entries],
             "left_out": [asdict(left) for left in recovered.left],
         }

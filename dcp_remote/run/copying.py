@@ -319,7 +319,7 @@ class _Copier:
                 if found is not None and found.size_bytes != shard.size_bytes:
                     raise CorruptCheckpointError(
                         "A shard that an interrupted copy has put has another length. Remove it (`dcp-remote gc "
-                        "--delete --grace-hours 0`), then copy again.",
+                        "--yes --grace-hours 0`), then copy again.",
                         url=self._destination.url,
                         key=key,
                         size_bytes=found.size_bytes,

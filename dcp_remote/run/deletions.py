@@ -144,6 +144,7 @@ class Deletions:
         deadline: Deadline,
         catalog: Catalog | None = None,
         owner: Owner | None = None,
+        planned: tuple[Catalog, Decision] | None = None,
     ) -> Applied:
         """Retire and thin the checkpoints that a retention does not keep (whole); nothing is deleted yet.
 
@@ -152,17 +153,21 @@ class Deletions:
         nothing is retired or thinned, since the other checkpoints may be needed in its place.
 
         `catalog` is one that the caller knows to be there, which saves a GET. `owner` is the job whose retention this
-        is, None for a tool; a newer job's retention decides instead (`FencedError`).
+        is, None for a tool; a newer job's retention decides instead (`FencedError`). `planned` is an earlier catalog
+        and the decision on it, which a user has seen: nothing else is retired or thinned.
 
         Costs a GET and, if there is something to do, a GET and a PUT, a GET for each live manifest that is not known
         yet, and a GET and a PUT for each checkpoint that is thinned. After a crash at any moment the catalog is the old
         or the new one, and objects that no live checkpoint names are orphans. After `CommitUnknownError`, `settle`
         finds out whether the catalog was swapped.
         """
-        if not isinstance(retention, Retention):
-            choose = partial(decide_by, retention)
-            return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner)
-        choose, keys = partial(self.decide, retention), retention.optimizer_keys
+        if isinstance(retention, Retention):
+            choose: Choose = partial(self.decide, retention)
+            keys = retention.optimizer_keys
+        else:
+            choose, keys = partial(decide_by, retention), ()
+        if planned is not None:
+            choose = partial(_choose_planned, *planned, choose)
         return self._carry_out(choose, keys=keys, deadline=deadline, catalog=catalog, owner=owner)
 
     def decide(self, retention: Retention, now: Catalog) -> Decision:
@@ -352,6 +357,16 @@ class Deletions:
         """Return the floor below which nothing noted here can be committed any more."""
         began = [noted.entry.began_revision for noted in self._noted.values() if noted.run_id == now.run_id]
         return max((revision + 1 for revision in began if revision <= now.revision), default=0)
+
+
+def _choose_planned(before: Catalog, planned: Decision, choose: Choose, now: Catalog) -> Decision:
+    """Return what is chosen now, without what was not planned: other steps, and steps that were saved again since."""
+    decided, known = choose(now), {entry.save_id for entry in before.entries}
+    meant = {entry.step for entry in now.entries if entry.save_id in known}
+    return Decision(
+        retire=tuple(step for step in decided.retire if step in meant.intersection(planned.retire)),
+        thin=tuple(step for step in decided.thin if step in meant.intersection(planned.thin)),
+    )
 
 
 def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Catalog | None:

@@ -112,7 +112,7 @@ class DeletionQueue:
         self._is_permitted = False
         self._give_up()
         logger.warning(
-            "%s: no permission to delete; orphans stay until `dcp-remote gc --delete` runs with permission. %s",
+            "%s: no permission to delete; orphans stay until `dcp-remote gc --yes` runs with permission. %s",
             self._store.url,
             error,
         )

@@ -529,11 +529,11 @@ FAULTS["a dead job's swap arrives when the next has saved"] = partial(late_swap,
 
 
 def orphans_removed(campaign: Campaign, *, moment: Moment, what: str) -> None:
-    """Run `dcp-remote gc --delete --grace-hours 0` during a save: it begins again, and is committed."""
+    """Run `dcp-remote gc --yes --grace-hours 0` during a save: it begins again, and is committed."""
     job, step = campaign.job, campaign.next_save()
 
     def collect(_: Asked) -> Fate:
-        gc(campaign, "--delete", "--grace-hours", "0")
+        gc(campaign, "--yes", "--grace-hours", "0")
         return "goes on"
 
     with campaign.relay.trapped(moment, campaign.asks(what, step=step), collect) as trap:
@@ -586,7 +586,7 @@ def catalog_lost(campaign: Campaign, *, damaged: bool) -> None:
         error = campaign.errors(job, rank)[0]
         assert error["error"] == kind, job.story()
         assert "recover" in error["text"], job.story()
-    command(campaign, "recover", "--write")
+    command(campaign, "recover", "--yes")
     recovered = campaign.catalog().latest()
     assert recovered is not None
     assert recovered.step >= newest.step

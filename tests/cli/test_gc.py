@@ -30,14 +30,14 @@ def shards(checkpoint: Path) -> int:
 
 
 def test_removes_orphans(cli: CommandLine, checkpoint: Path) -> None:
-    """Print without --delete, which changes nothing; then delete: no orphan is left, and the checkpoint loads."""
+    """Print without --yes, which changes nothing; then delete: no orphan is left, and the checkpoint loads."""
     before = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.glob("shards/*/*")}
     lines = cli.run("gc", checkpoint, "--grace-hours", "0").lines
     assert lines[0] == f"file://{checkpoint}: orphans (shards that the manifest does not name)"
     assert lines[1].startswith("2 shards, ")
-    assert "--delete" in lines[3]
+    assert "--yes" in lines[3]
     assert shards(checkpoint) == len(before) == 4
-    lines = cli.run("gc", checkpoint, "--grace-hours", "0", "--delete", "--list").lines
+    lines = cli.run("gc", checkpoint, "--grace-hours", "0", "--yes", "--list").lines
     assert lines[3].startswith("2 shards, ")
     for key, size_bytes in (line.split() for line in lines[1:3]):
         assert before[key] == int(size_bytes)
@@ -52,8 +52,8 @@ def test_keeps_young_orphans(cli: CommandLine, checkpoint: Path) -> None:
     lines = cli.run("gc", checkpoint, "--list").lines
     assert lines[1] == "0 shards, 0 B: at least 24 h old"
     assert all((checkpoint / line.split()[0]).exists() for line in lines[2:4])
-    assert lines[5].endswith("add --delete --grace-hours 0")
-    lines = cli.run("gc", checkpoint, "--delete").lines
+    assert lines[5].endswith("add --yes --grace-hours 0")
+    lines = cli.run("gc", checkpoint, "--yes").lines
     assert lines[1] == "0 shards, 0 B: removed"
     assert lines[2].endswith(": kept, younger than 24 h")
     assert shards(checkpoint) == 4
@@ -65,7 +65,7 @@ def test_an_invalid_grace(cli: CommandLine, checkpoint: Path, hours: str) -> Non
     cli.fail("gc", checkpoint, f"--grace-hours={hours}", code=2, says=f"grace_hours={float(hours)}")
 
 
-@pytest.mark.parametrize("more", [[], ["--delete"]])
+@pytest.mark.parametrize("more", [[], ["--yes"]])
 def test_a_url_without_a_checkpoint(cli: CommandLine, tmp_path: Path, more: list[str]) -> None:
     """Name an empty folder, a file, a folder of checkpoints: an error for each, and nothing is written."""
     (tmp_path / "file").touch()
@@ -81,7 +81,7 @@ def test_a_url_without_a_checkpoint(cli: CommandLine, tmp_path: Path, more: list
 def test_orphans_without_a_manifest(cli: CommandLine, checkpoint: Path) -> None:
     """Delete orphans of an absent manifest: a tombstone takes its place, which `show` explains and a save replaces."""
     (checkpoint / MANIFEST_KEY).unlink()
-    cli.run("gc", checkpoint, "--grace-hours", "0", "--delete")
+    cli.run("gc", checkpoint, "--grace-hours", "0", "--yes")
     assert shards(checkpoint) == 0
     cli.run("gc", checkpoint)
     cli.fail("show", checkpoint, says="tombstone")
@@ -92,7 +92,7 @@ def test_orphans_without_a_manifest(cli: CommandLine, checkpoint: Path) -> None:
 def test_a_damaged_manifest(cli: CommandLine, checkpoint: Path) -> None:
     """Damage the manifest: its shards are unknown, so nothing is removed."""
     (checkpoint / MANIFEST_KEY).write_bytes(b"{}")
-    cli.fail("gc", checkpoint, "--grace-hours", "0", "--delete", says="manifest")
+    cli.fail("gc", checkpoint, "--grace-hours", "0", "--yes", says="manifest")
     assert shards(checkpoint) == 4
 
 
@@ -119,11 +119,11 @@ def test_orphans_of_a_run(cli: CommandLine, run: Path) -> None:
     lines = cli.run("gc", run, "--grace-hours", "0").lines
     assert lines[0] == f"file://{run}: orphans (objects that no live checkpoint of the run uses)"
     assert lines[1].startswith("4 objects, ")
-    assert "--delete" in lines[3]
+    assert "--yes" in lines[3]
     assert (run / CATALOG_KEY).read_bytes() == before
-    assert cli.run("gc", run, "--delete").lines[2].endswith(": kept, younger than 24 h")
+    assert cli.run("gc", run, "--yes").lines[2].endswith(": kept, younger than 24 h")
     assert objects(run) == 4 + 3 + 4
-    lines = cli.run("gc", run, "--grace-hours", "0", "--delete", "--list").lines
+    lines = cli.run("gc", run, "--grace-hours", "0", "--yes", "--list").lines
     assert lines[5].startswith("4 objects, ")
     assert not any((run / line.split()[0]).exists() for line in lines[1:5])
     assert objects(run) == 4 + 3
@@ -132,11 +132,11 @@ def test_orphans_of_a_run(cli: CommandLine, run: Path) -> None:
 
 
 def test_prints_json(cli: CommandLine, run: Path) -> None:
-    """Without and with --delete: the same objects, with their keys and sizes."""
+    """Without and with --yes: the same objects, with their keys and sizes."""
     found = cli.run("gc", run, "--grace-hours", "0", "--json").document
     assert found == {"url": f"file://{run}", "is_run": True, "old": found["old"], "young": [], "abandoned": []}
     assert [(run / info["key"]).stat().st_size for info in found["old"]] == [info["bytes"] for info in found["old"]]
-    document = cli.run("gc", run, "--grace-hours", "0", "--delete", "--json").document
+    document = cli.run("gc", run, "--grace-hours", "0", "--yes", "--json").document
     assert document == {"url": f"file://{run}", "is_run": True, "removed": document["removed"], "kept": []}
     assert sorted(info["key"] for info in document["removed"]) == sorted(info["key"] for info in found["old"])
     assert objects(run) == 4 + 3
@@ -145,7 +145,7 @@ def test_prints_json(cli: CommandLine, run: Path) -> None:
 def test_prints_no_json_on_failure(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse deletions."""
     monkeypatch.setattr("dcp_remote.cli.gc.open_store", open_with(KeepingStore))
-    shown = cli.run("gc", run, "--grace-hours", "0", "--delete", "--json", code=3)
+    shown = cli.run("gc", run, "--grace-hours", "0", "--yes", "--json", code=3)
     assert shown.out == ""
     assert "An injected" in shown.err
 
@@ -162,7 +162,7 @@ def test_abandoned_checkpoints_are_listed_apart(cli: CommandLine, run: Path) -> 
     assert "dcp-remote rm" not in cli.run("gc", run).out
 
 
-@pytest.mark.parametrize("more", [[], ["--delete"]])
+@pytest.mark.parametrize("more", [[], ["--yes"]])
 def test_a_run_whose_catalog_is_lost_or_damaged(cli: CommandLine, run: Path, more: list[str]) -> None:
     """Lose or damage the catalog: the error names `recover`, nothing is removed, and no tombstone is put."""
     for prepare in (lambda: (run / CATALOG_KEY).write_bytes(b"{}"), (run / CATALOG_KEY).unlink):
@@ -176,5 +176,5 @@ def test_a_run_with_a_damaged_manifest(cli: CommandLine, run: Path) -> None:
     """Damage one manifest: nothing is removed, and the error names the step."""
     for path in run.glob("manifests/*step-000000000001*"):
         path.write_bytes(b"{}")
-    cli.fail("gc", run, "--grace-hours", "0", "--delete", says="step=1")
+    cli.fail("gc", run, "--grace-hours", "0", "--yes", says="step=1")
     assert objects(run) == 4 + 3 + 4

@@ -107,7 +107,7 @@ def test_abandoned_checkpoints_alone(cli: CommandLine, run: Path) -> None:
 
 def test_failed_saves(cli: CommandLine, run: Path) -> None:
     """List steps whose saves were not committed: no checkpoints, and nothing of a run without such saves."""
-    cli.run("gc", run, "--delete", "--grace-hours", "0")
+    cli.run("gc", run, "--yes", "--grace-hours", "0")
     assert cli.run("ls", run, "--failed").lines == [f"file://{run}: 0 steps with objects that no checkpoint uses"]
     for step in (400, 400, 350):
         begin(LocalStore(run), step)

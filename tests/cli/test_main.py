@@ -138,6 +138,7 @@ def test_wording(message: str, named: str) -> None:
     [
         (["ls", "--enpoint-url", "http://x", "URL"], "unknown option --enpoint-url; similar: --endpoint-url"),
         (["rm", "URL", "--stp=5"], "unknown option --stp; similar: --step"),
+        (["rm", "URL", "--step=5", "--dry-run"], "unknown option --dry-run; without --yes nothing is changed"),
         (["bench", "URL", "--jsn"], "unknown option --jsn; similar: --json"),
         (["show", "URL", "--option", "nonsense"], "argument --option: must have the form NAME=VALUE"),
         (["pin", "URL", "5", "--xyz"], "unknown option --xyz"),
@@ -147,8 +148,8 @@ def test_wording(message: str, named: str) -> None:
         (["pin", "URL"], "required"),
         # An abbreviation of an option that changes something is none.
         (["pin", "URL", "1", "--und"], "--und"),
-        (["gc", "URL", "--grace-hours", "0", "--del"], "--del"),
-        (["recover", "URL", "--wri"], "--wri"),
+        (["gc", "URL", "--grace-hours", "0", "--ye"], "--ye"),
+        (["recover", "URL", "--y"], "--y"),
         (["rm", "URL", "--step", "1", "--ye"], "--ye"),
         (["rm", "URL", "--ste", "1", "--yes"], "--ste"),
         (["rm", "URL", "--step"], "--step"),

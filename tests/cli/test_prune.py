@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from dcp_remote import CheckpointManager, load
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import pin_entry
 from dcp_remote.run.catalog_store import require_catalog, swap
-from dcp_remote.storage import LocalStore
+from dcp_remote.run.usage import Cleared, clear
+from dcp_remote.storage import LocalStore, ObjectStore
 from tests.support.command_line import CommandLine
 from tests.support.runs import fence, save
 from tests.support.schemas import require_schema
@@ -96,6 +98,25 @@ def test_many_checkpoints_are_thinned(cli: CommandLine, tmp_path: Path) -> None:
     assert document["freed_bytes"] == document["would_free_bytes"]
 
 
+@pytest.mark.parametrize(("step", "deleted"), [(70, [10, 40]), (40, [10])])
+def test_only_what_was_printed_goes(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, step: int, deleted: list[int]
+) -> None:
+    """Save after the plan: neither a step that the new one pushes out nor a new save of a printed step is deleted."""
+
+    def clear_later(store: ObjectStore, *arguments: Any, **options: Any) -> Cleared:
+        save(store, step, letter="b", overwrite=True)
+        return clear(store, *arguments, **options)
+
+    monkeypatch.setattr("dcp_remote.cli.deletions.clear", clear_later)
+    arguments = ["--keep-last", "2", "--keep-optimizer-last", "1"]
+    document = cli.run("prune", run, *arguments, "--yes", "--json").document
+    printed = [[entry["step"] for entry in document[name]] for name in ("retire", "thin")]
+    assert (printed, document["deleted"]) == ([[10, 40], [50]], deleted)
+    assert live(run) == sorted({*ALL, step}.difference(deleted))
+    assert document["thinned"] == ([50] if step == 40 else [])  # 50 would be retired now, which was not printed
+
+
 def test_a_damaged_manifest_keeps_everything(cli: CommandLine, run: Path) -> None:
     """Damage the manifest of a checkpoint that stays: exit code 1, and nothing goes."""
     for path in run.glob("manifests/step-000000000060-*"):
@@ -114,6 +135,7 @@ def test_a_damaged_manifest_keeps_everything(cli: CommandLine, run: Path) -> Non
         (["--keep-optimizer-last", "1", "--keep-every", "5"], "no effect without keep_last"),
         (["--keep-last", "0"], "--keep-last must be an integer above zero"),
         (["--keep-last", "1", "--keep-best", "loss="], "METRIC=N"),
+        (["--keep-last", "1", "--keep-best", f"loss={'9' * 5_000}"], "METRIC=N. keep_best='loss=9999"),
         (["--keep-last", "1", "--keep-best", ""], "--keep-best needs the name of a metric"),
         (["--keep-last", "1", "--keep-best", "los"], "No checkpoint has the metric of --keep-best. metric='los'"),
     ],

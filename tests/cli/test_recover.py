@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_prints_what_it_would_write(cli: CommandLine, run: Path) -> None:
-    """Run without --write: the table, omissions and limits are printed, and nothing is changed."""
+    """Run without --yes: the table, omissions and limits are printed, and nothing is changed."""
     before = sorted(run.rglob("*"))
     lines = cli.run("recover", run).lines
     assert lines[0] == f"file://{run}: the catalog is lost; manifests of 2 checkpoints found"
@@ -33,23 +33,23 @@ def test_prints_what_it_would_write(cli: CommandLine, run: Path) -> None:
     assert lines[4].startswith("left out: manifests/step-000000000002-")
     assert lines[4].endswith("(step 2): of its 3 shards 1 are missing or of another size")
     assert "pinned" in lines[5]
-    assert lines[6].endswith("add --write")
+    assert lines[6].endswith("add --yes")
     assert sorted(run.rglob("*")) == before
 
 
 def test_writes_the_catalog(cli: CommandLine, run: Path) -> None:
-    """Run with --write: the run can be listed, and there is nothing more to recover."""
-    shown = cli.run("recover", run, "--write")
+    """Run with --yes: the run can be listed, and there is nothing more to recover."""
+    shown = cli.run("recover", run, "--yes")
     assert "the catalog was lost" in shown.out
     assert shown.lines[-1] == "The catalog was written."
     assert '"number 1"' in cli.run("ls", run).out
-    for more in ([], ["--write"], ["--json"]):
+    for more in ([], ["--yes"], ["--json"]):
         cli.fail("recover", run, *more, code=2, says="nothing to recover")
 
 
 def test_prints_json(cli: CommandLine, run: Path) -> None:
-    """Without and with --write: the same checkpoints and omissions."""
-    for more, is_written in (([], False), (["--write"], True)):
+    """Without and with --yes: the same checkpoints and omissions."""
+    for more, is_written in (([], False), (["--yes"], True)):
         document = cli.run("recover", run, *more, "--json").document
         assert [entry["step"] for entry in document.pop("checkpoints")] == [1, 3]
         (left,) = document.pop("left_out")
@@ -63,7 +63,7 @@ def test_a_damaged_catalog(cli: CommandLine, run: Path) -> None:
     (run / CATALOG_KEY).write_bytes(b"{}")
     assert "the catalog is damaged" in cli.run("recover", run).out
     assert (run / CATALOG_KEY).read_bytes() == b"{}"
-    cli.run("recover", run, "--write")
+    cli.run("recover", run, "--yes")
     cli.run("ls", run)
 
 
@@ -75,7 +75,7 @@ def test_a_damaged_manifest_does_not_control_the_terminal(cli: CommandLine, run:
     assert all(line.isprintable() and not line.startswith("fake") for line in lines)
 
 
-@pytest.mark.parametrize("more", [[], ["--write"]])
+@pytest.mark.parametrize("more", [[], ["--yes"]])
 def test_a_url_without_a_run(cli: CommandLine, tmp_path: Path, more: list[str]) -> None:
     """Name an empty folder: an error, and nothing is written."""
     cli.fail("recover", tmp_path, *more, says="no run")

@@ -21,6 +21,8 @@ from tests.support.command_line import CommandLine, KeepingStore, open_with
 from tests.support.runs import begin, fence, save
 from tests.support.schemas import require_schema
 
+LONG = "9" * 5_000  # more digits than Python reads
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -151,7 +153,7 @@ def test_a_damaged_checkpoint_can_be_deleted(cli: CommandLine, run: Path) -> Non
     lines = cli.run("rm", run, "--step", "1", "--yes").lines
     assert lines[-2] == "deleted step 1 (1 object, 0 B freed)"
     assert lines[-1].startswith("some objects are left for `dcp-remote gc`: the manifest of step 1 cannot be read")
-    assert "2 objects, " in cli.run("gc", run, "--grace-hours", "0", "--delete").out
+    assert "2 objects, " in cli.run("gc", run, "--grace-hours", "0", "--yes").out
 
 
 def test_objects_that_cannot_be_deleted(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +275,9 @@ def test_a_name_that_is_given_meanwhile_is_respected(
     assert live(long_run) == [1, 2, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("options", [["--older-than", "-30"], ["--older-than", "nan"], ["--step", "900-100"]])
+@pytest.mark.parametrize(
+    "options", [["--older-than", "-30"], ["--older-than", "nan"], ["--step", "900-100"], ["--step", f"1-{LONG}"]]
+)
 def test_a_choice_that_is_none_is_refused(cli: CommandLine, long_run: Path, options: list[str]) -> None:
     before = live(long_run)
     cli.fail("rm", long_run, *options, "--yes", code=2, says=options[0])
@@ -283,4 +287,5 @@ def test_a_choice_that_is_none_is_refused(cli: CommandLine, long_run: Path, opti
 def test_without_a_choice_nothing_is_deleted(cli: CommandLine, long_run: Path) -> None:
     cli.fail("rm", long_run, "--yes", "--force", code=2, says="--step, --older-than or --abandoned")
     cli.refuse("rm", long_run, "--older-than", "7d", "--yes", says="--older-than")
+    cli.refuse("rm", long_run, "--step", LONG, "--yes", says=f"--step: a step has at most 60 digits: {LONG[:60]}…")
     assert live(long_run) == [1, 2, 3, 4, 5, 6, 7]

@@ -173,7 +173,7 @@ def test_lost_catalog(night: Night, caplog: pytest.LogCaptureFixture) -> None:
     night.fail(night.job)
     night.run("ls", code=1)
     night.run("recover")
-    night.run("recover", "--write")
+    night.run("recover", "--yes")
     assert night.job(15) == 10
     night.compare("The catalog is lost or damaged", caplog.text)
 
@@ -228,7 +228,7 @@ def test_damaged_manifest(night: Night, caplog: pytest.LogCaptureFixture) -> Non
     night.fail(night.job)
     night.run("rm", "--step", 10, "--force", "--yes")
     assert night.job(15) == 5
-    night.run("gc", "--delete", "--grace-hours", 0)
+    night.run("gc", "--yes", "--grace-hours", 0)
     night.run("verify", "--deep")
     night.compare("A manifest is damaged", caplog.text)
 
@@ -302,7 +302,7 @@ def test_no_permission_to_delete(bucket_night: Night, rules: list[Answer], caplo
     bucket_night.job(15, 20, retention=Retention(keep_last=1))
     bucket_night.run("gc")
     rules.clear()
-    bucket_night.run("gc", "--delete", "--grace-hours", 0)
+    bucket_night.run("gc", "--yes", "--grace-hours", 0)
     assert "\n0 objects, 0 B: younger" in bucket_night.run("gc")
     bucket_night.compare("The job may not delete", caplog.text)
 
@@ -315,6 +315,6 @@ def test_orphans_grow(night: Night, caplog: pytest.LogCaptureFixture) -> None:
         manifest.unlink()
     (folder_of(night) / "catalog.json").write_bytes(before)
     night.run("gc")
-    night.run("gc", "--delete", "--grace-hours", 0)
+    night.run("gc", "--yes", "--grace-hours", 0)
     assert night.job(15) == 10
     night.compare("Space grows that no checkpoint explains", caplog.text)

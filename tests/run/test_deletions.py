@@ -424,7 +424,7 @@ def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: b
     assert len(maintenance.queue) == 0
     assert "delete" not in verbs(recording)
     (told,) = (record for record in caplog.records if record.levelno == logging.WARNING)
-    assert "dcp-remote gc --delete" in told.getMessage()
+    assert "dcp-remote gc --yes" in told.getMessage()
 
 
 def test_names_are_held_in_little_memory() -> None:
