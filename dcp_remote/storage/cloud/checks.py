@@ -185,9 +185,8 @@ class S3Checks:
             found = self._explain(error)
             if isinstance(found, PermissionDeniedError | BucketNotFoundError):  # which no grant cures
                 raise found from None
-            raise StorageError(
-                f"could not be read. Grant {action} to see it; a training does not need it.", code=code
-            ) from None
+            cure = "This server has none" if code == "NotImplemented" else f"Grant {action} to see it"
+            raise StorageError(f"could not be read. {cure}; a training does not need it.", code=code) from None
         return answer
 
     def _read_rules(self) -> Sequence[Mapping[str, Any]]:
