@@ -29,7 +29,7 @@ _OWN_OPTIONS = {"endpoint_url": "--endpoint-url", "profile_name": "--profile", "
 # Name of a storage option in a message: `storage_options['anon'] = True`.
 _STORAGE_OPTION = re.compile(r"storage_options(?:\['(\w+)'\](?: = '?(\w+)'?)?)?")
 
-# Digits of a step or count. Python refuses to read some thousands, and a message repeats all of them.
+# Digits of a step, or of the number of --keep-best: Python refuses to read some thousands, and a message repeats them.
 DIGITS_MAX = 60
 
 _BYTES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": KiB, "MiB": MiB, "GiB": GiB}
@@ -86,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
             if name.startswith("--") and not is_known:
                 near = near_names(name[2:], [option[2:] for option in options])
                 hint = f"; similar: --{near[0]}" if near else ""
-                if name == "--dry-run" and "--yes" in options:
+                if name in ("--dry-run", "--delete", "--write") and "--yes" in options:
                     hint = "; without --yes nothing is changed"
                 self.error(f"unknown option {name}{hint}")
         parsed, left = super().parse_known_args(args, namespace)

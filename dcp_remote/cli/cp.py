@@ -40,6 +40,13 @@ def cp(
     began_seconds = time.monotonic()
     of_source, of_copy = split_options(source, url, source_options, storage_options)
     from_store, to_store = open_store(source, of_source), open_store(url, of_copy)
+    inner, outer = sorted((from_store.url, to_store.url), key=len, reverse=True)
+    if inner.startswith(f"{outer}/") and of_source == of_copy:  # with other options it may be another server
+        raise InvalidArgumentError(
+            "One URL lies below the other, whose run would count the objects of both as its own. Copy to another URL.",
+            source=from_store.url,
+            destination=to_store.url,
+        )
     try:
         report = copy_checkpoints(from_store, to_store, step=step, since=since, on_progress=_show_progress)
     finally:

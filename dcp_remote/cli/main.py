@@ -48,7 +48,8 @@ from dcp_remote.errors import (
 _FOUND, _USAGE, _FAILED, _PIPE_CLOSED = 1, 2, 3, 141  # the last as of a process that SIGPIPE ends
 
 _EXIT_CODES = """exit codes: 0 done; 1 something was found that a script should know of (no such run or checkpoint,
-damage, a difference, a failed check); 2 wrong or refused call; 3 the store failed: nothing is known; 130 Ctrl-C"""
+damage, a difference, a failed check); 2 wrong or refused call; 3 the store, the output or the command itself failed:
+nothing is known; 130 Ctrl-C"""
 
 # Positional arguments that may be local paths, whose names a shell can complete.
 _PATHS = ("url", "other", "source", "folder")
@@ -115,7 +116,7 @@ _READING = ("ls", "show", "du", "diff", "watch", "report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code; None takes the arguments of the process."""
     if sys.stderr is None:  # closed, as by a daemon; Python would print errors to standard output
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # as long as the process
+        sys.stderr = Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115  # for ever
     if sys.stdout is None:
         complain("dcp-remote: standard output is closed")
         return _FAILED

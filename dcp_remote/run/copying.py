@@ -121,8 +121,7 @@ def copy_checkpoints(
         CorruptCheckpointError: The checkpoint that was asked for is damaged, or a shard of it that an interrupted copy
             has put, and was not committed. Of a whole run, the others are copied, and these are in the report.
         CheckpointGoneError: The checkpoint that was asked for was deleted or thinned meanwhile.
-        InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it (any more), or
-            one of the two lies below the other.
+        InvalidArgumentError: The source is a checkpoint by itself, or the destination is no copy of it (any more).
         FencedError: A job has taken the destination while a checkpoint was copied.
         CommitConflictError: Another copier has replaced the step meanwhile.
         CheckpointExistsError: The destination has another checkpoint, which is pinned, named, or by itself.
@@ -152,13 +151,6 @@ class _Copier:
         self._there: set[str] = set()  # keys of the shards of the checkpoint that was copied last
 
     def copy(self, step: int | str | None, since: int | None) -> CopyReport:
-        inner, outer = sorted((self._source.url, self._destination.url), key=len, reverse=True)
-        if inner.startswith(f"{outer}/"):
-            raise InvalidArgumentError(
-                "One of the two URLs lies below the other, whose run would count the objects of both as its own.",
-                source=self._source.url,
-                destination=self._destination.url,
-            )
         report, chosen = self._report, list(self._catalog.entries)
         if step is not None:
             chosen = [find_entry(self._catalog, step, url=self._source.url)]

@@ -192,7 +192,7 @@ class StoreChecks:
         self._keys: list[str] = []  # of objects that may exist
         self._body = os.urandom(_BODY_BYTES)
         self._permitted: set[str] = set()  # verbs
-        self._is_refused = False  # a write was, so that no object exists
+        self._is_put_refused = False  # so that no object exists
         root = Path(parsed.path) if parsed.scheme == "file" else None
         folders = [root / HIDDEN_FOLDER, root, *root.parents] if root is not None else []
         self._new_folders = [folder for folder in folders if not os.access(folder, os.F_OK)]
@@ -215,7 +215,7 @@ class StoreChecks:
 
     def clean(self) -> None:
         """Delete the objects that are left, and folders that were not there; a warning tells of other objects."""
-        if (failed := self._delete()) and not self._is_refused:
+        if (failed := self._delete()) and not self._is_put_refused:
             logger.warning(
                 "Objects of the checks may be left. Delete everything below this URL. url=%s objects=%d cause=%s",
                 self.url,
@@ -259,7 +259,7 @@ class StoreChecks:
         try:
             self._retry().put("object", [self._body])
         except PermissionDeniedError:
-            self._is_refused = True
+            self._is_put_refused = True
             raise
         return Finding("ok", "an object was written")
 

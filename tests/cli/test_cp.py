@@ -70,6 +70,8 @@ def test_what_is_refused(cli: CommandLine, run: Path, tmp_path: Path) -> None:
     cli.fail("cp", tmp_path / "alone", tmp_path / "copy", code=2, says="checkpoint by itself")
     cli.fail("cp", run, tmp_path / "alone", says="by itself")
     cli.fail("cp", run, run, code=2, says="the source itself")
+    cli.fail("cp", run, run / "copies" / "1", code=2, says="lies below the other")
+    cli.fail("cp", run, run.parent, code=2, says="lies below the other")
     cli.fail("cp", run, tmp_path / "copy", "--step", 11, says="no live checkpoint of this step")
     cli.fail("cp", run, tmp_path / "copy", "--step", 10, "--since", 10, code=2, says="--since")
     assert not (tmp_path / "copy").exists()

@@ -18,6 +18,7 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 
 from dcp_remote.cli import main
 from dcp_remote.cli.doctor import merge_reports
@@ -384,6 +385,23 @@ def test_credentials_that_only_signed_headers_show_as_wrong(
 
 EXPIRY = {"ID": "old", "Status": "Enabled", "Expiration": {"Days": 30}, "Filter": {"Prefix": "run/"}}
 ARCHIVE = {"ID": "old", "Status": "Enabled", "Transitions": [{"Days": 1, "StorageClass": "DEEP_ARCHIVE"}]}
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"), [("NotImplemented", "no such setting"), ("AccessDenied", "Grant s3:GetBucketVersioning")]
+)
+def test_settings_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, code: str, cure: str) -> None:
+    """Grant what is denied; nothing can be granted where a server lacks the setting."""
+
+    class Client:
+        def get_bucket_versioning(self, **_: str) -> None:
+            answer: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 403}}
+            raise ClientError(answer, "GetBucketVersioning")
+
+    monkeypatch.setattr(S3Checks, "_create_client", lambda _: Client())
+    checks = [check for check in S3Checks(parse_url("s3://bucket/run"), {}).checks() if check.name == "versions"]
+    ((_, finding),) = run_checks(checks)
+    assert (finding.state, cure in f"{finding.fact} {finding.cure}") == ("warn", True)
 
 
 @pytest.mark.parametrize(

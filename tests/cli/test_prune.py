@@ -98,11 +98,11 @@ def test_many_checkpoints_are_thinned(cli: CommandLine, tmp_path: Path) -> None:
     assert document["freed_bytes"] == document["would_free_bytes"]
 
 
-@pytest.mark.parametrize(("step", "deleted"), [(70, [10, 40]), (40, [10])])
+@pytest.mark.parametrize(("step", "deleted"), [(70, [10, 40]), (40, [10]), (50, [10, 40])])
 def test_only_what_was_printed_goes(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, step: int, deleted: list[int]
 ) -> None:
-    """Save after the plan: neither a step that the new one pushes out nor a new save of a printed step is deleted."""
+    """Save after the plan: neither a step that the new one pushes out nor a new save of a printed step goes."""
 
     def clear_later(store: ObjectStore, *arguments: Any, **options: Any) -> Cleared:
         save(store, step, letter="b", overwrite=True)

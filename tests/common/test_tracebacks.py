@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import dcp_remote
 from dcp_remote import CheckpointManager, load
 from dcp_remote.common.tracebacks import FULL_NAME, hides_frames
 from dcp_remote.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+
+# Source of a function of the package.
+IN_A_THREAD = """
+def run(function):
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function).result()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +58,7 @@ def test_on_request_all_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_frames_of_others_stay() -> None:
-    """Raise in a user's function: its frames stay, also those of causes, and of the library that it calls."""
+    """Raise in a user's function, which a thread of the package calls: its frames stay, and those that it calls."""
 
     def fail() -> None:
         json.loads("{")
@@ -59,13 +69,11 @@ def test_frames_of_others_stay() -> None:
         except ValueError as error:
             raise StorageError("It failed.") from error
 
-    @hides_frames
-    def call() -> None:
-        explain()
-
+    names: dict[str, Any] = {"ThreadPoolExecutor": ThreadPoolExecutor}
+    exec(compile(IN_A_THREAD, str(Path(dcp_remote.__file__).with_name("made_up.py")), "exec"), names)
     with pytest.raises(StorageError) as caught:
-        call()
-    assert functions_of(caught.value) == ["test_frames_of_others_stay", "call", "explain"]
+        hides_frames(names["run"])(explain)
+    assert functions_of(caught.value) == ["test_frames_of_others_stay", "explain"]
     assert functions_of(caught.value.__cause__ or caught.value)[:3] == ["explain", "fail", "__init__.py loads"]
 
 

@@ -126,7 +126,9 @@ class S3Checks:
             return Finding("ok", "this machine and the server agree on the time")
         side = "ahead of" if self._ahead_seconds > 0 else "behind"
         fact = f"this machine is {human_seconds(skew_seconds)} {side} the server"
-        state: State = "fail" if skew_seconds >= _REFUSED_SKEW_SECONDS else "warn"
+        # An unsigned request has no time.
+        is_refused = skew_seconds >= _REFUSED_SKEW_SECONDS and not self._provider.options.anon
+        state: State = "fail" if is_refused else "warn"
         return Finding(state, fact, "Set the clock of this machine (NTP): from 15 min on, S3 refuses all requests.")
 
     def _check_credentials(self) -> Finding:
@@ -144,7 +146,10 @@ class S3Checks:
         return Finding("ok", source)
 
     def _diagnose(self, *, reuse: bool = False) -> CloudError | None:
-        """Return what the answer to a signed URL shows, or to signed headers: some servers judge only these."""
+        """Return what the answer to a signed URL shows, or to signed headers: some servers judge only these.
+
+        `reuse` takes the answer to an earlier signed URL; the headers are always sent.
+        """
         if found := self._provider.diagnose(self._prefix, reuse=reuse):
             return found
         try:
@@ -164,6 +169,7 @@ class S3Checks:
             retries={"total_max_attempts": 1},
             connect_timeout=_CONNECT_SECONDS,
             read_timeout=_READ_SECONDS,
+            response_checksum_validation="when_required",  # as objects are read
         )
 
     def _check_bucket(self) -> Finding:
@@ -185,7 +191,8 @@ class S3Checks:
             found = self._explain(error)
             if isinstance(found, PermissionDeniedError | BucketNotFoundError):  # which no grant cures
                 raise found from None
-            cure = "This server has none" if code == "NotImplemented" else f"Grant {action} to see it"
+            is_absent = code in ("NotImplemented", "MethodNotAllowed")
+            cure = "This server has no such setting" if is_absent else f"Grant {action} to see it"
             raise StorageError(f"could not be read. {cure}; a training does not need it.", code=code) from None
         return answer
 
