@@ -116,7 +116,7 @@ _READING = ("ls", "show", "du", "diff", "watch", "report")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, and return the exit code; None takes the arguments of the process."""
     if sys.stderr is None:  # closed, as by a daemon; Python would print errors to standard output
-        sys.stderr = Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115  # for ever
+        sys.stderr = Path(os.devnull).open("w", errors="backslashreplace")  # noqa: SIM115  # until the process ends
     if sys.stdout is None:
         complain("dcp-remote: standard output is closed")
         return _FAILED

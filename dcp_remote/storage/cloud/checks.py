@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -136,21 +136,18 @@ class S3Checks:
         if self._provider.options.anon:
             return Finding("ok", "none, by the option anon")
         credentials = find_credentials(self._provider.endpoint(), self._bucket)
-        diagnosis = self._diagnose()
-        if isinstance(diagnosis, PermissionDeniedError):
-            raise diagnosis
+        if isinstance(self._diagnosis, PermissionDeniedError):
+            raise self._diagnosis
         source = f"from {_SOURCES.get(credentials.method, credentials.method)}"
         if credentials.get_frozen_credentials().token and not isinstance(credentials, RefreshableCredentials):
             cure = "Use a role or a profile that renews them, if the training runs for longer than they are valid."
             return Finding("warn", f"{source}; temporary, with an expiry that is not known", cure)
         return Finding("ok", source)
 
-    def _diagnose(self, *, reuse: bool = False) -> CloudError | None:
-        """Return what the answer to a signed URL shows, or to signed headers: some servers judge only these.
-
-        `reuse` takes the answer to an earlier signed URL; the headers are always sent.
-        """
-        if found := self._provider.diagnose(self._prefix, reuse=reuse):
+    @cached_property
+    def _diagnosis(self) -> CloudError | None:
+        """What the answer to a signed URL shows, or to signed headers: some servers judge only these. Two GETs."""
+        if found := self._provider.diagnose(self._prefix):
             return found
         try:
             self._create_client().get_object(Bucket=self._bucket, Key=f"{self._prefix}/{PROBE_KEY}".lstrip("/"))
@@ -173,9 +170,8 @@ class S3Checks:
         )
 
     def _check_bucket(self) -> Finding:
-        diagnosis = self._diagnose(reuse=True)
-        if diagnosis is not None:
-            raise diagnosis
+        if self._diagnosis is not None:
+            raise self._diagnosis
         return Finding("ok", f"{self._bucket} answers in {self._provider.endpoint().region_name}")
 
     # ---- rules of the bucket
