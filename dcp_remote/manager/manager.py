@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -40,6 +41,7 @@ from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_planning import Replicas, Task, require_one_kind
 from dcp_remote.manager.save_policy import SavePolicy, SaveSchedule
 from dcp_remote.manager.telemetry import Telemetry
+from dcp_remote.manager.updates import Updates
 from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, require_step_or_name
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
@@ -223,7 +225,7 @@ class CheckpointManager:
             replicas=replicas,
         )
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
-        self._stager = Stager()
+        self._stager, self._updates = Stager(), Updates()
         self._telemetry = Telemetry()
         if coordinator is not None:
             self._telemetry.observe(self._store, coordinator.background_deletions)
@@ -298,7 +300,8 @@ class CheckpointManager:
         """Save a state in the background; called by every rank.
 
         Waits for the previous save, and raises its error. Then copies the state into memory that is kept for the next
-        save (pinned, where there is a GPU); the state may be changed as soon as this method returns.
+        save (pinned, where there is a GPU); the state may be changed as soon as this method returns. With `watch` or
+        `before_update`, this method returns while the copies are under way.
 
         Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit; a job's first
         save three requests more (fence, a look for a checkpoint by itself, the newest manifest or a LIST).
@@ -384,6 +387,8 @@ class CheckpointManager:
                 background=wait is not True,
                 begun=background_save.begun,
                 roles=roles,
+                late=None if wait is True else self._stager.late,
+                copied_bytes=0 if wait is True else self._stager.copied_bytes,
             )
             self._background_saves.start(background_save, task)
             if wait == "begun":
@@ -398,6 +403,7 @@ class CheckpointManager:
             # Ctrl-C may come anywhere, and a thread may fail to start: the other ranks must be told in each case.
             if background_save is not None:
                 self._background_saves.abandon(background_save, error)
+                self._stager.cancel()
             operation.fail(error)
             raise
 
@@ -530,6 +536,46 @@ class CheckpointManager:
         return self._last_load.step
 
     @hides_frames
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let saves return while what an optimizer owns is still being copied; its `step` waits for the copies.
+
+        From then on `save` copies the parameters and states of optimizers that were given to this method while
+        training goes on, and everything else as before. Costs nothing but at the first step after a save, which waits
+        for what is left, and copies along. Of a GPU, the current stream waits, and not the host.
+
+            checkpoints.watch(optimizer)
+
+        Any other change of these tensors between a `save` and the next step of the optimizer, as by `load_state_dict`,
+        by averaged weights that are put in for an evaluation, or by an optimizer that is not watched, needs a call of
+        `before_update` before. Without it, the save fails with a `SaveFailedError` that names a tensor: version
+        counters of tensors, and samples of their bytes, are compared until the commit. A change of few bytes that
+        raises no counter is not noticed: by way of `.data`, by another process, or by a kernel that is given raw
+        pointers.
+
+        Args:
+            optimizer: Optimizer of torch, or one around it, as of accelerate. The manager holds no reference to it, and
+                a second call does nothing. For an optimizer that computes gradients in its `step` (a closure, LBFGS)
+                the wait comes before them.
+
+        Raises:
+            InvalidArgumentError: The object is no optimizer of torch; call `before_update` in its place.
+        """
+        self._require_open()
+        self._updates.watch(optimizer)
+
+    @hides_frames
+    def before_update(self) -> None:
+        """Return once training may change the state; called before each change of it, as before each optimizer's step.
+
+        For training that changes the state by other means than a `torch.optim.Optimizer`, see `watch`. From the first
+        call on, and if no optimizer is watched, `save` copies all of the state but buffers of modules while training
+        goes on; every update must then be preceded by this call. A save before the first call copies all of the state
+        before it returns. Costs nothing if no save was made since the last call. A change without this call is noticed
+        as described at `watch`.
+        """
+        self._updates.come()
+
+    @hides_frames
     def should_save(self, step: int) -> bool:
         """Return whether to save at this step: by `save_policy`, or because the job is about to be killed.
 
@@ -654,6 +700,7 @@ class CheckpointManager:
             raise
         finally:
             self._telemetry.close()
+            self._updates.close()
             self._stager.close()
             # Half of what is left of the notice: the process still has to end afterwards.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
@@ -685,7 +732,8 @@ class CheckpointManager:
             wait_for_devices(tensor.device for tensor in tensors_of(copied.values))
             return copied
         collective.set_activity("copying the state")
-        return copied._replace(values=self._stager.stage(copied.values))
+        staged = self._stager.stage(copied.values, lambda held: self._updates.choose(copied, held, roles))
+        return copied._replace(values=staged)
 
     def _make_planner(self) -> RunPlanner:
         """Return the planner of one save; an import overrides this method with a planner that reads its source."""

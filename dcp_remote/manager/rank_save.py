@@ -197,6 +197,8 @@ class RankSaver:
                 shared=agreed.plan.shared,
                 base=baseline,
             )
+            if task.late is not None:
+                task.late.require_unchanged()
         progress.add(report.figures.reused_bytes)
         return report
 
@@ -226,6 +228,7 @@ class RankSaver:
             deduplicated_bytes=own.reused_bytes,
             requests=self._store.counts.since(before).requests,
             retries=own.retries,
+            copied_bytes=task.copied_bytes,
             seconds=Seconds(
                 waiting=task.waiting_seconds,
                 staging=task.staging_seconds,

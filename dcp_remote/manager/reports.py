@@ -21,8 +21,9 @@ class Seconds:
 
     Attributes:
         waiting: Wait for the previous save; blocks training.
-        staging: Copy of the state; blocks training.
-        planning: Agreement of all ranks on the plan, including the wait of early ranks for late ones.
+        staging: Copy of the state, or the part of it that ends before `save` returns; blocks training.
+        planning: Copies that end later (see `CheckpointManager.watch`), and agreement of all ranks on the plan,
+            including the wait of early ranks for late ones.
         uploading: Upload of this rank's shards.
         committing: Commit, from the last rank's upload until the checkpoint exists; 0 on ranks that do not commit.
     """
@@ -70,6 +71,7 @@ class RankFigures:
     deduplicated_bytes: int = 0  # that were not uploaded, because shards of an earlier checkpoint hold them
     requests: int = 0  # to the store, repetitions included
     retries: int = 0  # requests that were repetitions
+    copied_bytes: int = 0  # memory of the rank's copy of the state
     seconds: Seconds = Seconds()  # durations of the rank's phases
     slowest_shard: SlowShard | None = None  # with the longest upload; None if the rank uploaded none
 
@@ -98,6 +100,7 @@ class SaveReport:
         attempts: Attempts of the save; more than 1 if it had to begin again.
         background: True if training went on once the state was copied.
         is_repeated: True if the job had saved this step before, so that nothing was uploaded (`exist_ok=True`).
+        copied_bytes: Memory of the copies of the state, of all ranks; 0 with `wait=True`.
     """
 
     step: int
@@ -114,6 +117,7 @@ class SaveReport:
     attempts: int = 1
     background: bool = True
     is_repeated: bool = False
+    copied_bytes: int = 0
 
     def __str__(self) -> str:
         """Return `saved step 1000: 12.3 GiB by 8 ranks in 14.2 s (0.3 s of it blocked), 11.9 GiB not sent again`."""
@@ -241,6 +245,7 @@ def combine(figures: Sequence[RankFigures], *, step: int, save_id: str, total_by
         ),
         requests=sum(part.requests for part in figures),
         retries=sum(part.retries for part in figures),
+        copied_bytes=sum(part.copied_bytes for part in figures),
         slowest_rank=SlowRank(slow.rank, slow.own_seconds),
         slowest_shard=max(
             (part.slowest_shard for part in figures if part.slowest_shard is not None),

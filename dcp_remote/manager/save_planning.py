@@ -18,6 +18,7 @@ from dcp_remote.manager.coordinator import Coordinator, Labelled
 from dcp_remote.manager.reports import RankFigures
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
+from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode
 from dcp_remote.saving.plan_cache import (
     LISTED_BYTES,
@@ -72,6 +73,8 @@ class Task:
     background: bool  # True if training goes on meanwhile
     begun: OneTimeEvent  # to be set once all ranks have come with their states, and the run takes the step
     roles: TensorRoles = field(default_factory=TensorRoles)
+    late: LateCopies | None = None  # copies of the state that are under way
+    copied_bytes: int = 0  # memory of the copy of the state
     # Ticket and figures of the attempt that waits for the answer to its commit; empty at other times. Kept here
     # because the thread of an earlier save may be stuck, with a task of its own.
     uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)

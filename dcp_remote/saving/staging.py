@@ -1,38 +1,37 @@
 """Stage a state: copy it before training continues, into buffers that the next save uses again.
 
-A staged copy is stored exactly as the state itself would be (`wait=True`). torch's stager alone does not achieve that:
+A staged copy is stored exactly as the state itself would be (`wait=True`). torch's stager does not achieve that:
 it drops the conjugate and negative bits of lazy views, fails on tensors that are more than their memory (sparse,
-quantized), and copies the attributes of parameters, including modules. So torch's stager is given only the raw
-memory, and the structure of the state is copied here.
+quantized), and copies the attributes of parameters, including modules.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
+from dcp_remote.common.memory import available_memory_bytes
+from dcp_remote.common.text import human_bytes
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import type_name
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.saving.late_copies import Buffers, Copy, Held, LateCopies
 from dcp_remote.serialization.leaves import nesting_error
 from dcp_remote.serialization.local_boxes import LocalBoxes
 from dcp_remote.serialization.opaque import ATOMS
 from dcp_remote.serialization.tensors import choose_encoding, empty_tensor, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
-# Largest share of idle buffers, relative to the largest state so far. Buffers of tensors that are alive but not in this
-# state are kept up to this share, because dropping them means pinning all memory anew.
-_IDLE_MAX = 1 / 8
+logger = logging.getLogger(__name__)
 
 # Refusals, and lack of memory: raised to the caller as they are.
 _RAISED_AS_THEY_ARE = (DcpRemoteError, MemoryError, torch.OutOfMemoryError)
@@ -41,31 +40,41 @@ _ATOMS = ATOMS | {torch.dtype, torch.device, torch.Size}
 
 
 class Stager:
-    """Stager that copies a state into buffers of torch's stager, which keeps each buffer while its tensor is alive.
+    """Stager that copies a state into buffers, which it uses again while the storages of the state are alive.
 
-    On a host with a GPU, the buffers are pinned and the copies do not block (torch/distributed/checkpoint/staging.py).
-    Whole storages are copied: a small view of a large tensor takes the memory of the large one.
-
-    The buffers hold one copy of the state, and at most an eighth more. If buffers of tensors that are no longer in the
-    state exceed that, or a storage was resized, all buffers are freed before the next copy.
+    On a host with a GPU, the buffers are pinned and the copies do not block. Whole storages are copied: a small view of
+    a large tensor takes the memory of the large one.
     """
 
     def __init__(self) -> None:
         """Start without buffers; nothing is allocated."""
-        self._stager: DefaultStager | None = None
-        self._held_bytes = WeakIdKeyDictionary()  # by storage that has a buffer
-        self._largest_bytes = 0
+        self._buffers = Buffers()
+        self.late: LateCopies | None = None  # of the last state
+        self.copied_bytes = 0  # size of the buffers for the last state
 
     @torch.no_grad()
-    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+    def stage(
+        self, state: dict[str, Any], choose_late: Callable[[list[Held]], LateCopies | None] | None = None
+    ) -> dict[str, Any]:
         """Return a complete copy of a state on the CPU, objects included. The copy is valid until the next call.
+
+        `choose_late` returns the object that copies some storages later, of those of the state: the copy of the state
+        lacks their values until its `finish` has returned.
 
         Sharing is preserved: tied tensors, views of one memory, lists in two places. Python attributes of plain tensors
         are not copied: tensors inside objects keep their attributes, all others lose them. Errors name the key of a
         tensor that has no data, or of a value that cannot be copied.
         """
-        storages = {id(storage): storage for storage in map(_storage, tensors_of(state)) if storage is not None}
-        copier = _StateCopier(dict(zip(storages, self._copy_storages(list(storages.values())), strict=True)))
+        self.cancel()
+        held = [
+            Held(name, tensor, storage)
+            for name, value in state.items()
+            for tensor in tensors_of(value)
+            if (storage := storage_of(tensor)) is not None
+        ]
+        self.late = choose_late(held) if choose_late is not None else None
+        copies = self._copy_storages(list({id(each.storage): each.storage for each in held}.values()))
+        copier = _StateCopier(copies, {id(each.tensor): each.storage for each in held})
         copied: dict[str, Any] = {}
         for key, value in state.items():
             try:
@@ -74,56 +83,50 @@ class Stager:
                 raise nesting_error(key) from error
         return copied
 
+    def cancel(self) -> None:
+        """Begin no copy of the last state any more, and wait for those under way."""
+        if self.late is not None:
+            self.late.cancel()
+        self.late = None
+
     def close(self) -> None:
         """Free the buffers."""
-        self._held_bytes.clear()
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
+        self.cancel()
+        self._buffers.clear()
 
-    def _copy_storages(self, storages: list[torch.UntypedStorage]) -> Iterable[torch.UntypedStorage]:
-        self._free_unfit_buffers(storages)
-        if self._stager is None:
-            cuda = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=cuda,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=cuda,
-                )
+    def _copy_storages(self, storages: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
+        """Return the copies of storages, some of which are only begun, by the `id` of the original."""
+        late = self.late
+        new_bytes = self._buffers.fit(storages)
+        available_bytes = available_memory_bytes() if new_bytes else None
+        self.copied_bytes = sum(storage.nbytes() for storage in storages)
+        if available_bytes is not None and new_bytes > available_bytes:
+            logger.warning(
+                "The copy of the state needs %s of memory, and %s is free: this process may be killed. wait=True saves "
+                "without a copy",
+                human_bytes(new_bytes),
+                human_bytes(available_bytes),
             )
-        for storage in storages:
-            self._held_bytes[storage] = storage.nbytes()
+        copies = [Copy(storage, _bytes_of(storage), self._buffers.of(storage)) for storage in storages]
+        now = [each for each in copies if late is None or not late.takes(each.storage)]
         try:
-            # `stage` returns a future only with `use_async_staging`.
-            staged = cast(
-                "dict[str, torch.Tensor]",
-                self._stager.stage({str(n): _bytes_of(storage) for n, storage in enumerate(storages)}),
-            )
+            for each in now:
+                _copy(each)
         finally:
-            # torch's stager waits only for the current device, but copies on the current stream of each source's own.
             # Also after an error: the buffers must not be used again while a device writes to them.
-            wait_for_devices(storage.device for storage in storages)
-        return [copied.untyped_storage() for copied in staged.values()]
-
-    def _free_unfit_buffers(self, storages: list[torch.UntypedStorage]) -> None:
-        """Free all buffers if one does not fit its storage, or if too many bytes of them are idle."""
-        wanted = {id(storage): storage.nbytes() for storage in storages}
-        wanted_bytes, idle_bytes, resized = sum(wanted.values()), 0, False
-        for storage, held_bytes in self._held_bytes.items():
-            if id(storage) not in wanted:
-                idle_bytes += held_bytes
-            elif wanted[id(storage)] != held_bytes:
-                resized = True
-        self._largest_bytes = max(self._largest_bytes, wanted_bytes)
-        if resized or wanted_bytes + idle_bytes > self._largest_bytes * (1 + _IDLE_MAX):
-            self.close()
+            wait_for_devices(each.storage.device for each in now)
+        if late is not None:
+            late.begin([each for each in copies if late.takes(each.storage)])
+        return {id(each.storage): each.into.untyped_storage() for each in copies}
 
 
-def tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a state for which `Stager` keeps buffers: those that are not inside other objects."""
-    stack: list[Any] = [state]
+def _copy(each: Copy) -> None:
+    each.into.copy_(each.source, non_blocking=True)
+
+
+def tensors_of(held: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value for which `Stager` keeps buffers: those that are not inside other objects."""
+    stack: list[Any] = [held]
     seen: set[int] = set()
     while stack:
         value = stack.pop()
@@ -140,7 +143,7 @@ def tensors_of(state: dict[str, Any]) -> Iterator[torch.Tensor]:
             stack.extend(reversed([*value.values()] if isinstance(value, Mapping) else value))
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return the memory of a tensor whose elements are completely described by it, or None."""
     if not _is_dense(tensor) or tensor.is_meta or lacks_memory(tensor) or not tensor.data_ptr():
         return None
@@ -158,9 +161,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class _StateCopier:
     """Copies of the values of one state, which share what the originals share."""
 
-    def __init__(self, copies: dict[int, torch.UntypedStorage]) -> None:
-        """Start with copies of storages, by the `id` of the original."""
-        self._copies = copies
+    def __init__(self, copies: dict[int, torch.UntypedStorage], storages: dict[int, torch.UntypedStorage]) -> None:
+        """Start with copies of storages, by the `id` of the original, and the storages of tensors by theirs."""
+        self._copies, self._storages = copies, storages
         self._memo: dict[int, Any] = {}  # copies by `id` of the original, as `copy.deepcopy` keeps them
         self._alive: list[object] = []  # originals, kept alive so that their `id`s are not reused
 
@@ -227,7 +230,7 @@ class _StateCopier:
                 choose_encoding(key, tensor, allow_pickle=True)  # raises an error that names the reason
             return tensor
         try:
-            storage = _storage(tensor)
+            storage = self._storages.get(id(tensor)) or storage_of(tensor)
             if storage is not None:
                 copied = self._same_view(tensor, self._copy_storage(storage))
             elif not is_plain(tensor):

@@ -63,7 +63,11 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
         return False
     if tensor._is_zerotensor():
         return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = (
+        tensor.numel() - 1
+        if tensor.is_contiguous()
+        else sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
     stop = tensor.storage_offset() + last + 1
     return stop * tensor.element_size() > tensor.untyped_storage().nbytes()
 

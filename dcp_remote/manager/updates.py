@@ -1,0 +1,115 @@
+"""Updates: the moments at which training changes the state, before which the copies of a save must have ended."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.saving.late_copies import Held, LateCopies
+from dcp_remote.saving.staging import tensors_of
+from dcp_remote.serialization.leaves import FlatState
+from dcp_remote.serialization.state_dict import TensorRoles
+
+
+class Updates:
+    """Optimizers that were given to `watch`, and the copies of the last save that may be under way.
+
+    Late are the copies of what these optimizers own, because each `step` of theirs waits for the copies. Without such
+    an optimizer, and after a call of `come`, late are the copies of all values but those of `TensorRoles.is_buffer`,
+    which change in a forward pass. A storage is copied late only if all that lies in it may be.
+    """
+
+    def __init__(self) -> None:
+        """Begin without an optimizer: all copies end before `save` returns."""
+        self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._is_called = False
+        self._late: weakref.ref[LateCopies] | None = None
+
+    def watch(self, optimizer: object) -> None:
+        """Let each `step` of an optimizer wait for the copies of what it changes; a second call does nothing.
+
+        Raises:
+            InvalidArgumentError: The object is no optimizer of torch, or calls no hooks.
+        """
+        # A wrapper, as of accelerate, is an `Optimizer` by its class and calls the hooks of the one in it.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        # An optimizer of a class that does not call `Optimizer.__init__` calls no hooks.
+        if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
+            raise InvalidArgumentError(
+                "watch() takes a torch.optim.Optimizer. Before any other object changes the state, call "
+                "before_update().",
+                type=type(optimizer).__qualname__,
+            )
+        held = self._optimizers.get(id(optimizer))
+        if held is None or held() is None:
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def come(self) -> None:
+        """Wait for the copies of the whole state."""
+        self._is_called = True
+        late = self._late() if self._late is not None else None
+        if late is not None:
+            late.protect()
+
+    def choose(self, state: FlatState, held: Iterable[Held], roles: TensorRoles) -> LateCopies | None:
+        """Return the object that copies what of a state may be copied late; None if nothing may be.
+
+        `held` are the tensors of the state. The object also looks at tensors of the optimizers, since the state may
+        hold views with counters of their own, as of parameters of FSDP1.
+        """
+        owned: dict[int, list[torch.Tensor]] = {}
+        for tensor in self._owned_tensors():
+            owned.setdefault(_storage_id(tensor), []).append(tensor)
+        if not owned and not self._is_called:
+            return None
+        late: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        early: set[int] = set()
+        for name, tensor, storage in held:
+            key = id(storage)
+            if (owned and key not in owned) or roles.is_buffer(name):
+                early.add(key)
+                continue
+            if key not in late:
+                late[key] = [(name, other) for other in owned.get(key, ())]
+            late[key].append((name, tensor))
+            if type(state.values[name]) is DTensor:  # operations raise its own counter, and not its local tensor's
+                late[key].append((name, state.values[name]))
+        copies = LateCopies({key: tensors for key, tensors in late.items() if key not in early})
+        self._late = weakref.ref(copies)
+        return copies
+
+    def close(self) -> None:
+        """Let the optimizers be."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        late = self._late() if self._late is not None else None
+        if late is not None:
+            late.protect({*map(_storage_id, _tensors_of_optimizer(optimizer))})
+
+    def _owned_tensors(self) -> Iterator[torch.Tensor]:
+        for held in self._optimizers.values():
+            optimizer = held()
+            if optimizer is not None:
+                yield from _tensors_of_optimizer(optimizer)
+
+
+def _tensors_of_optimizer(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    yield from tensors_of([[group["params"] for group in optimizer.param_groups], dict(optimizer.state)])
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    try:
+        return id(tensor.untyped_storage())
+    except NotImplementedError:  # of a subclass without memory of its own
+        return 0
