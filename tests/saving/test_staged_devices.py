@@ -11,6 +11,7 @@ import torch
 
 from dcp_remote import CheckpointManager, load
 from dcp_remote.saving import device_copy, staging
+from dcp_remote.saving.late_copies import Buffers
 from dcp_remote.storage import MemoryStore
 
 NEVER_STORED = 0xA5
@@ -20,14 +21,12 @@ class LateDevices:
     """Stand-in for devices: a copy arrives when its stream is waited for, in the thread that began it.
 
     Attributes:
-        waits: Devices whose current stream was waited for, in order; without the waits of torch's own stager.
-        home: Current device of the thread, the only one for which torch's own stager waits.
+        waits: Devices whose current stream was waited for, in order.
         fails: True to let the next staging fail.
     """
 
     def __init__(self) -> None:
         self.waits: list[str] = []
-        self.home = torch.device("cuda", 0)
         self.fails = False
         self._late: dict[tuple[int, torch.device], list[Callable[[], object]]] = {}
 
@@ -79,43 +78,30 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateDevices:
             kept[id(tensor)] = OnDevice(tensor, device), buffer
         return kept[id(tensor)][0]
 
-    class TorchsStager:
-        """Stager of torch 2.13: copies on each device's current stream, and waits for the current device."""
+    def copy(each: Any) -> None:
+        if devices_.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if isinstance(each.source, OnDevice):
+            devices_.copy(each.source.device, each.into, each.source.tensor.view(torch.uint8))
+        else:
+            each.into.copy_(each.source)
 
-        def __init__(self, _options: object) -> None:
-            pass
+    of = Buffers.of
 
-        def stage(self, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-            staged = {}
-            for name, source in tensors.items():
-                if isinstance(source, torch.Tensor):
-                    staged[name] = source.clone()
-                    continue
-                staged[name] = kept[id(source.tensor)][1]
-                devices_.copy(source.device, staged[name], source.tensor.view(torch.uint8))
-            if devices_.fails:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            devices_.arrive(devices_.home)
-            return staged
-
-        def close(self) -> None:
-            pass
+    def buffer(buffers: Buffers, one: Any) -> torch.Tensor:
+        return kept[id(one.tensor)][1] if isinstance(one, OnDevice) else of(buffers, one)
 
     bytes_of = staging._bytes_of
-    monkeypatch.setattr(staging, "_storage", storage)
+    monkeypatch.setattr(staging, "storage_of", storage)
     monkeypatch.setattr(staging, "_bytes_of", lambda one: one if isinstance(one, OnDevice) else bytes_of(one))
-    monkeypatch.setattr(staging, "DefaultStager", TorchsStager)
-    monkeypatch.setattr(staging, "StagingOptions", dict)
+    monkeypatch.setattr(staging, "_copy", copy)
+    monkeypatch.setattr(Buffers, "of", buffer)
     monkeypatch.setattr(torch.cuda, "current_stream", devices_.current_stream)
     return devices_
 
 
 def test_a_background_save_waits_for_every_device_of_the_state(late: LateDevices) -> None:
-    """Two saves: a buffer that is read too early would hold the values of the save before.
-
-    The current device is none of the state's, as in a job that moves its model to a device without `set_device`.
-    """
-    late.home = torch.device("cuda", 7)
+    """Two saves: a buffer that is read too early would hold the values of the save before."""
     state = {"model": {"b": torch.tensor([1.0, 2.0, 3.0]), "a": torch.tensor([4.0, 5.0])}, "step": torch.tensor([0.0])}
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
