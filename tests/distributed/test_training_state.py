@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.optim import AdamW
 
 from dcp_remote import PerRank, RandomStates, training_state
 from dcp_remote.errors import DcpRemoteError
+from dcp_remote.saving import late_copies
+from dcp_remote.saving.late_copies import Copy, LateCopies
 from tests.distributed.managed import managing
 from tests.support.rank_pool import RankPool
 from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full, gathered
@@ -39,10 +42,14 @@ WRAPPERS: dict[str, Callable[[Transformer], nn.Module]] = {
 }
 
 
+def older_fsdp(model: Transformer) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 def parts(wrapper: str, seed: int, *, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """A model, its optimizer with two groups, and the state; the states are bare on one wrapper."""
     torch.manual_seed(seed)
-    model = WRAPPERS[wrapper](Transformer())
+    model = (WRAPPERS | {"older fsdp": older_fsdp})[wrapper](Transformer())
     named = list(model.named_parameters())
     biases = [parameter for name, parameter in named if name.endswith("bias")]
     others = [parameter for name, parameter in named if not name.endswith("bias")]
@@ -58,7 +65,7 @@ def parts(wrapper: str, seed: int, *, steps: int) -> tuple[nn.Module, torch.opti
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Leaves:
     state = training_state(model=model, optimizer=optimizer, random_states=False)
-    return full({key: value.state_dict() for key, value in state.items()})
+    return full(gathered({key: value.state_dict() for key, value in state.items()}))
 
 
 def save(wrapper: str, url: str, steps: int) -> Leaves:
@@ -110,6 +117,52 @@ def test_before_the_first_step(rank_pool: RankPool, tmp_path: Path) -> None:
     url = tmp_path.as_uri()
     rank_pool.run(save, "fsdp", url, 0, ranks=PAIR)
     rank_pool.run(restore, "fsdp", url, 0, ranks=(0, 1, 2))
+
+
+# ---- copies that end later
+
+
+def save_while_training(wrapper: str, url: str) -> tuple[Leaves, int]:
+    """Train on before the thread of a save copies anything; return the state at the save, and the late copies."""
+    model, optimizer, state = parts(wrapper, 1, steps=1)
+    at_save = whole_state(model, optimizer)
+    stepped, copies = threading.Event(), []
+    finish = LateCopies.finish
+
+    def finish_late(late: LateCopies) -> None:
+        assert stepped.wait(60)
+        finish(late)
+
+    def begin(late: LateCopies, of_state: Sequence[Copy]) -> None:
+        copies.extend(of_state)
+        usual_begin(late, of_state)
+
+    usual_begin = LateCopies.begin
+    with pytest.MonkeyPatch.context() as patched, managing(url) as checkpoints:
+        patched.setattr(late_copies, "_LATE_BYTES_MIN", 1)
+        patched.setattr(LateCopies, "finish", finish_late)
+        patched.setattr(LateCopies, "begin", begin)
+        checkpoints.watch(optimizer)
+        checkpoints.save(1, state)
+        for _ in range(2):
+            model(torch.zeros(1, 5, dtype=torch.int64)).square().mean().backward()
+            optimizer.step()
+        stepped.set()
+    return at_save, len(copies)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapper", ["fsdp", "ddp", "tp", "older fsdp"])
+def test_training_goes_on_while_the_state_is_copied(wrapper: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    """The checkpoint holds the state at the save, on ranks that step before their copies have begun.
+
+    The older FSDP returns copies as its state, which no optimizer owns: these are copied before `save` returns.
+    """
+    url = tmp_path.as_uri()
+    saved = rank_pool.run(save_while_training, wrapper, url, ranks=PAIR)
+    assert {bool(copies) for _, copies in saved} == {wrapper != "older fsdp"}
+    for found in rank_pool.run(restore, wrapper, url, 1, ranks=PAIR):
+        assert_same(found, saved[0][0], wrapper)
 
 
 # ---- the older FSDP
