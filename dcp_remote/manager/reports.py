@@ -71,9 +71,9 @@ class RankFigures:
     deduplicated_bytes: int = 0  # that were not uploaded, because shards of an earlier checkpoint hold them
     requests: int = 0  # to the store, repetitions included
     retries: int = 0  # requests that were repetitions
-    copied_bytes: int = 0  # memory of the rank's copy of the state
     seconds: Seconds = Seconds()  # durations of the rank's phases
     slowest_shard: SlowShard | None = None  # with the longest upload; None if the rank uploaded none
+    copied_bytes: int = 0  # memory of the rank's copy of the state
 
     @property
     def own_seconds(self) -> float:
