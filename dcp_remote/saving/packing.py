@@ -18,10 +18,21 @@ S = TypeVar("S")
 # more than the saved memory is worth.
 _BUDGET_BYTES_MIN = 1 * MiB
 
+# Shards below this size take about as long for the answer as for their bytes, at 100 ms and 50 MB/s a connection.
+_SPREAD_BYTES_MIN = 8 * MiB
+
 
 def choose_shard_bytes(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -> int:
     """Return the largest number of bytes of data in a shard, given a memory budget."""
     return min(limit, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
+
+
+def spread(size_bytes: int, shards: int, limit: int = SHARD_BYTES_MAX) -> int:
+    """Return the number of bytes of data in a shard with which bytes of a rank fill so many shards, from 8 MiB up.
+
+    Shards of at most this size are sent at once, so that a save of one rank takes as long as one shard of this size.
+    """
+    return min(limit, max(-(-size_bytes // shards), _SPREAD_BYTES_MIN))
 
 
 @dataclass(frozen=True, slots=True)

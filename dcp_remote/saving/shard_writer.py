@@ -25,11 +25,11 @@ from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
-from dcp_remote.saving.packing import pack
-from dcp_remote.saving.plan_cache import SharedPart
+from dcp_remote.saving.packing import pack, spread
+from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
 from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
-from dcp_remote.saving.uploads import Uploads
+from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Uploads
 from dcp_remote.saving.write_items import Drawn, WriteItems, wait_for_sources
 from dcp_remote.serialization.files import holds_imitation
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
@@ -73,7 +73,9 @@ def write_shards(
     names = ShardNames(uploads.rank, origin)
     other_names = names.renew()
     drawn = Drawn()
-    for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes_max)):
+    # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
+    shard_bytes = spread(sum(map(chunk_bytes, plan.items)), UPLOADS_IN_FLIGHT, shard_bytes_max)
+    for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
         wait_for_sources([piece.item.source for piece in pieces])
