@@ -113,7 +113,7 @@ def test_small_tensors_are_read_together(store: RecordingStore) -> None:
     """Small tensors between large ones, as an optimizer's steps, lie together in the shard and are read at once."""
     sizes = [n % 3 or 300_000 for n in range(60)]
     state = {"optim": {str(n): torch.full((size,), float(n)) for n, size in enumerate(sizes)}}
-    dcp.save(state, storage_writer=RemoteWriter(store))
+    dcp.save(state, storage_writer=RemoteWriter(store, shard_bytes=64 * 2**20))
     store.clear()
     template = {"optim": {name: torch.zeros_like(tensor) for name, tensor in state["optim"].items()}}
     dcp.load(template, storage_reader=RemoteReader(store))
