@@ -36,7 +36,7 @@ from dcp_remote.run.commit import Slot
 from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode
-from dcp_remote.saving.packing import choose_shard_bytes
+from dcp_remote.saving.packing import choose_shard_bytes, require_shard_bytes
 from dcp_remote.saving.plan_cache import describe_tensors
 from dcp_remote.saving.plan_table import require_held
 from dcp_remote.saving.rank_differences import Described, require_equal_tensors
@@ -145,6 +145,8 @@ class RemoteWriter(StorageWriter):
         memory_budget_bytes: Bound of the copies in memory beyond the state, per rank, in bytes. Encoded objects (not
             tensors) come on top; the large tensors and arrays in them are sent without a copy. 256 MiB.
         timeout_seconds: Deadline of a save on each rank, in seconds; failed requests are repeated until then. 1500.
+        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for a sixteenth of the rank's bytes, which
+            are then sent at once, from 8 MiB to 64 MiB.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; no request is made here.
@@ -162,15 +164,18 @@ class RemoteWriter(StorageWriter):
         storage_options: Mapping[str, object] | None = None,
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
         timeout_seconds: float = SAVE_TIMEOUT_SECONDS,
+        shard_bytes: int | None = None,
     ) -> None:
         """Check the arguments and open the store; no request is made."""
         super().__init__()
         require_budget(memory_budget_bytes)
         require_timeout(timeout_seconds)
+        require_shard_bytes(shard_bytes, memory_budget_bytes)
         self._overwrite = overwrite
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
+        self._shard_bytes = shard_bytes
         self._thread = _ThreadState(SharedLocation(Location.of(url, storage_options)))
         # True in the process of an asynchronous save, where pickled entries cannot be told from imitations.
         self._was_unpickled = False
@@ -320,6 +325,7 @@ class RemoteWriter(StorageWriter):
                 uploads,
                 allow_pickle=self._allow_pickle,
                 shard_bytes_max=choose_shard_bytes(self._memory_budget_bytes, self._shard_bytes_max),
+                shard_bytes=self._shard_bytes,
             )
         written = sum(report.shards.sizes.tolist())
         logger.debug(

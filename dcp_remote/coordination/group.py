@@ -10,14 +10,17 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.heartbeat import (
+    POLLING_SECONDS,
     Heartbeat,
     LivenessMonitor,
     RankStatus,
@@ -32,6 +35,9 @@ from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.outcome import Terms
 from dcp_remote.coordination.use_counter import UseCounter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+
+# Time for the store to say which answer came first.
+_ANSWER_SECONDS = 5.0
 
 # Default process group of the parent, in a child that was forked: it is initialized there, and the child is no rank.
 _inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -72,6 +78,7 @@ class RankGroup:
         self._store_address = store_address if isinstance(store, UseCounter) else address_of(store)
         self._member = GroupMember(rank, world_size, clock)
         self._number = 0
+        self._asked = Counter[str]()  # times that this rank has asked the coordinator, by question
         self._collective: Collective | None = None
         self._is_closed = False
         self._has_met = False
@@ -227,6 +234,48 @@ class RankGroup:
             self._number = collective.number
             with suppress(DcpRemoteError):
                 collective.__exit__(type(error), error, error.__traceback__)
+
+    def ask_coordinator(
+        self, question: str, answer: Callable[[], bool], *, seconds: float, left_seconds: Callable[[], float]
+    ) -> bool:
+        """Return the coordinator's answer on every rank, beside the operation under way; no before the first one.
+
+        Other ranks wait for the coordinator alone, for `seconds`, and until `left_seconds` returns 0. A rank that has
+        waited in vain answers no for all ranks, the coordinator included, which may come later; a rank that does not
+        hear the store gets no. All ranks ask the same questions. `answer` is called on the coordinator only.
+        """
+        heartbeat, deadline = self.heartbeat, Deadline(seconds, self._member.clock)
+        if heartbeat is None or self._number == 0:
+            return self._number > 0 and answer()
+        self._asked[question] += 1
+        key = f"asked/{question}/{self._asked[question]}"
+
+        def look() -> None:
+            if heartbeat.gone is not None or deadline.elapsed_seconds() > seconds + _ANSWER_SECONDS:
+                raise dist.DistNetworkError("The key-value store of the process group does not answer.")
+
+        def answer_first(client: Client) -> bytes:
+            client.put_first(key, own)  # the first value stays: who has answered has done so for all ranks
+            return client.get(key)
+
+        client = self._member.take_client()
+        pauses = RetryPolicy(POLLING_SECONDS, max(POLLING_SECONDS, self._beat_seconds)).growing_delays()
+        try:
+            while not (self.is_coordinator or client.ask(lambda one: one.has([key]), look)):
+                if deadline.expired() or left_seconds() <= 0:
+                    break
+                time.sleep(next(pauses))
+            own = b"yes" if self.is_coordinator and answer() else b"no"
+            found = client.ask(answer_first, look)
+        except BaseException as error:
+            client.abandon()
+            if not isinstance(error, dist.DistError):
+                raise
+            return False
+        self._member.return_client(client)
+        if self.is_coordinator:
+            self._member.note_answers(self._number, [key])
+        return found == b"yes"
 
     def close(self, seconds: float = math.inf, *, is_missed: bool = False) -> None:
         """Cancel the operation under way, and stop the heartbeat.

@@ -12,9 +12,12 @@ from dcp_remote.coordination.key_value import Client, HelperClient
 # and one that missed operations finds out how many.
 OPERATIONS_KEPT = 64
 
+# Idle clients that are kept: of an operation, and of a question that is asked while the operation is under way.
+_IDLE_CLIENTS_MAX = 2
+
 
 class GroupMember:
-    """This rank as a member of its group: its heartbeat, an idle client of the store, and the keys to delete later.
+    """This rank as a member of its group: its heartbeat, idle clients of the store, and the keys to delete later.
 
     Args:
         rank: Rank of this process, within the group.
@@ -38,23 +41,23 @@ class GroupMember:
         self.heartbeat: Heartbeat | None = None
         self._lock = threading.Lock()
         self._is_closed = False
-        self._idle_client: HelperClient | None = None
+        self._idle_clients: list[HelperClient] = []
         self._leftovers: dict[str, int] = {}  # number of the operation, by key
         self._answers: dict[str, int] = {}  # the same
 
     def take_client(self) -> HelperClient:
-        """Return a client for the thread of an operation: the idle one, or another."""
+        """Return a client for the thread of an operation: an idle one, or another."""
         with self._lock:
-            client, self._idle_client = self._idle_client, None
+            client = self._idle_clients.pop() if self._idle_clients else None
         assert self.heartbeat is not None, "a single rank needs no store"
         return HelperClient(self.heartbeat.client) if client is None else client
 
     def return_client(self, client: HelperClient) -> None:
         """Keep a client for the next operation, or close it; no thread may be stuck in it."""
         with self._lock:
-            is_kept = self._idle_client is None and not self._is_closed
+            is_kept = len(self._idle_clients) < _IDLE_CLIENTS_MAX and not self._is_closed
             if is_kept:
-                self._idle_client = client
+                self._idle_clients.append(client)
         if not is_kept:
             client.close()
 
@@ -93,9 +96,9 @@ class GroupMember:
                 self._answers.pop(key, None)
 
     def close(self) -> None:
-        """Close the idle client, and keep none from now on."""
+        """Close the idle clients, and keep none from now on."""
         with self._lock:
             self._is_closed = True
-            client, self._idle_client = self._idle_client, None
-        if client is not None:
+            clients, self._idle_clients = self._idle_clients, []
+        for client in clients:
             client.close()

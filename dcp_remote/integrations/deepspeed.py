@@ -199,7 +199,7 @@ class _Attachment:
                 _require_plain(client_state)
             return engine_state(engine, client_state=client_state, exclude_frozen_parameters=is_part)
 
-        runs.save_step(
+        is_begun = runs.save_step(
             url,
             step,
             make_state,
@@ -209,9 +209,9 @@ class _Attachment:
             name=f"global_step{step}" if tag is None else tag,
             wait=self.is_waiting,
         )
-        if self.folders is not None and not _is_url(given["save_dir"]):
+        if is_begun and self.folders is not None and not _is_url(given["save_dir"]):
             self.folders.leave_note(given["save_dir"], writes=engine.local_rank <= 0)
-        return True
+        return is_begun
 
     @framework_words(_WORDS)
     def load(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:

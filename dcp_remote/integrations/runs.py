@@ -194,8 +194,10 @@ def save_step(
     settings: Mapping[str, Any],
     owners: Mapping[str, Any],
     **options: Any,
-) -> None:
+) -> bool:
     """Save a state by the manager of a run; a second save of the same state uploads nothing, and adds its name.
+
+    Returns what `CheckpointManager.save` returns: False if the save was left out, or has failed and the job goes on.
 
     Args:
         run_url: URL of the run.
@@ -208,8 +210,10 @@ def save_step(
     """
     exist_ok = not options.get("overwrite") and can_repeat(run_url, step, **owners)
     options["wait"] = options.get("wait") or "begun"
-    manager_of(run_url, **settings).save(step, make_state, exist_ok=exist_ok, **options)
-    note_step(run_url, step, **owners)
+    is_begun = manager_of(run_url, **settings).save(step, make_state, exist_ok=exist_ok, **options)
+    if is_begun:
+        note_step(run_url, step, **owners)
+    return is_begun
 
 
 def read_own(

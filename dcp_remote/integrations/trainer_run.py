@@ -137,6 +137,8 @@ class RemoteRun:
         step: int = trainer.state.global_step
         if trainer.state.best_global_step == step:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
+        # Not left out with when_busy="skip": the checkpoint that is loaded in the end, and the last one.
+        is_needed = trainer.state.best_global_step == step or trainer.control.should_training_stop
         # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
         runs.save_step(
             self.url,
@@ -146,6 +148,7 @@ class RemoteRun:
             owners={"trainer": trainer},
             name=f"checkpoint-{step}",
             metrics=metrics_of(trainer.state),
+            wait=is_needed and self._settings.get("when_busy") == "skip",
         )
         self._has_saved = True
         # A collective of torch, which would wait for ever for a rank that does not come to the save.

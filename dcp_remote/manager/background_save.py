@@ -13,12 +13,23 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.util import Finalize
+from typing import Literal, TypeAlias
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.errors import CommitUnknownError, DcpRemoteError
+from dcp_remote.errors import (
+    BucketNotFoundError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    FencedError,
+    InvalidArgumentError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+)
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import SaveReport
@@ -43,6 +54,23 @@ _STOP_SECONDS = 30.0
 _FINISH_SECONDS = 60.0
 # After a failed save the store may be down, and retries would use all of the time.
 _FINISH_FAILED_SECONDS = 5.0
+
+# Rule for a background save that fails: the next call raises its error, or logs it.
+OnError: TypeAlias = Literal["raise", "warn"]
+
+# Errors that end a job with either rule: of the caller, or such that the next save would fail in the same way.
+_LASTING = (
+    *(InvalidArgumentError, UnsafeObjectError, CheckpointExistsError, FencedError),
+    *(BucketNotFoundError, CorruptCheckpointError, UnsupportedFormatError),
+)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether a job may go on without the save that failed so; the same on all ranks.
+
+    An error of another package may pass, since the other ranks are told a `SaveFailedError` in its place.
+    """
+    return isinstance(error, Exception) and not isinstance(error, _LASTING)
 
 
 class BackgroundSave:
@@ -77,6 +105,10 @@ class BackgroundSave:
     def is_settled(self) -> bool:
         """True once the save has a result, or was given up."""
         return self._settled.is_set()
+
+    def has_raised(self, error: BaseException) -> bool:
+        """Return whether the save has failed by this error, and not the call of `save` that began it."""
+        return error is self._error or error is self._collective.cancelled
 
     @property
     def has_ended(self) -> bool:
@@ -192,7 +224,7 @@ class BackgroundSave:
         except BaseException as error:  # noqa: BLE001  # raised by `result`
             # An interval may be hours long, and the error is raised only at its end.
             if self._error is None and self._ranks.is_coordinator and not self._is_awaited:
-                text = "%s has failed; the next save, wait or close raises this error: %s"
+                text = '%s has failed; the next save, wait or close raises this error (logs it if on_error="warn"): %s'
                 logger.error(text, self.what, error)  # noqa: TRY400  # its traceback comes when it is raised
             self._error = self._error or error
             operation.fail(error)
@@ -222,6 +254,12 @@ class BackgroundSaves:
     def step(self) -> int | None:
         """Step of the save whose result `wait` has not given yet; None if there is none."""
         return self._under_way.step if self._under_way is not None else None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a save is under way that has no result and was not cancelled."""
+        save = self._under_way
+        return save is not None and not save.is_settled and save._collective.cancelled is None
 
     def start(self, background_save: BackgroundSave, task: Task) -> None:
         """Begin a save. If this method or the rest of the calling `save` raises, call `abandon`."""

@@ -10,9 +10,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from dcp_remote.format.manifest_json import checked_user
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets
 from dcp_remote.loading.run_handle import Run
-from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves
+from dcp_remote.manager.background_save import AtExit, BackgroundSave, BackgroundSaves, OnError, may_pass
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
@@ -46,6 +46,7 @@ from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, requi
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.saving.packing import require_shard_bytes
 from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.staging import Stager, tensors_of
 from dcp_remote.serialization.leaves import FlatState
@@ -67,6 +68,9 @@ SILENCE_SECONDS = 60.0
 ARRIVAL_SECONDS = 30.0
 # The first restore waits longer, by this factor: ranks that load weights and compile may be minutes apart.
 _FIRST_RESTORE_FACTOR = 10
+
+# Rule for a background save that comes while another is under way.
+WhenBusy: TypeAlias = Literal["wait", "skip"]
 
 
 class CheckpointManager:
@@ -136,11 +140,28 @@ class CheckpointManager:
             for neither; a function to call with a `ProgressReport` about once a second, on rank 0.
         rank_sockets: False to open no sockets between ranks, so that a restore reads for each rank what it wants; or a
             `RankSockets` with the interface and the ports that ranks may use.
+        when_busy: "skip" to leave a save out, on all ranks, while another is under way on rank 0: `save` returns False,
+            and `skipped_saves` counts. Not left out are saves with `wait=True`, as the last of a job should be, and
+            those once `should_stop` is true. A failed save is under way no more: the next `save` raises its error.
+            Costs a message per rank, for which a rank waits until rank 0 has called `save` or `arrival_seconds`.
+        on_error: "warn" to go on, on all ranks, after a background save that failed: the failure is logged and counted
+            in `failed_saves`, and the next save is tried. Raised all the same are `FencedError`, errors of the call and
+            of the state, those with `wait=True`, and by `close` that of the last save if none was committed since.
+        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for a sixteenth of the rank's bytes, which
+            are then sent at once, from 8 MiB to 64 MiB.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; or only one process sees the store, and there are several
             ranks. No request is sent here.
     """
+
+    # Saves that were left out (`when_busy`), and background saves that failed and let this rank go on (`on_error`).
+    skipped_saves = 0
+    failed_saves = 0
+
+    # Error of the last failed save that let this rank go on, and the report of the last save committed before.
+    _passed: tuple[BaseException, SaveReport | None] | None = None
+    _is_last_skipped = False
 
     @hides_frames
     def __init__(
@@ -163,6 +184,9 @@ class CheckpointManager:
         memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
         progress: ProgressSetting = True,
         rank_sockets: bool | RankSockets = True,
+        when_busy: WhenBusy = "wait",
+        on_error: OnError = "raise",
+        shard_bytes: int | None = None,
     ) -> None:
         """Check and store the settings; no request is sent, and no other rank is asked."""
         require_retention(retention)
@@ -176,8 +200,10 @@ class CheckpointManager:
         require_timeout(arrival_seconds, name="arrival_seconds")
         require_timeout(timeout_seconds if notice_seconds is None else notice_seconds, name="notice_seconds")
         require_budget(memory_budget_bytes)
-        if replicas not in ("equal", "coordinator"):
-            raise InvalidArgumentError('replicas must be "equal" or "coordinator".', replicas=replicas)
+        rules = (("replicas", replicas, Replicas), ("when_busy", when_busy, WhenBusy), ("on_error", on_error, OnError))
+        for name, value, choices in rules:
+            _require_choice(name, value, get_args(choices))
+        require_shard_bytes(shard_bytes, memory_budget_bytes)
         check_progress(progress)
         self._progress, self._rank_sockets = progress, check_rank_sockets(rank_sockets)
         if resumed_from is not None:
@@ -190,7 +216,7 @@ class CheckpointManager:
         require_shared(location, default_world_size())
         self._store = CountingStore(location.store)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
-        self._arrival_seconds = arrival_seconds
+        self._arrival_seconds, self._when_busy, self._on_error = arrival_seconds, when_busy, on_error
         self._allow_pickle, self._memory_budget_bytes = allow_pickle, memory_budget_bytes
         self._is_alone = not _has_group()
         if self._is_alone and os.environ.get("WORLD_SIZE", "1") not in {"", "1"}:
@@ -223,12 +249,13 @@ class CheckpointManager:
             allow_pickle=allow_pickle,
             progress=progress,
             replicas=replicas,
+            shard_bytes=shard_bytes,
         )
         self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
         self._stager, self._updates = Stager(), Updates()
         self._telemetry = Telemetry()
         if coordinator is not None:
-            self._telemetry.observe(self._store, coordinator.background_deletions)
+            self._telemetry.observe(self._store, coordinator.background_deletions, lambda: self.skipped_saves)
         self._background_saves = BackgroundSaves(
             self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
         )
@@ -296,12 +323,12 @@ class CheckpointManager:
         overwrite: bool = False,
         exist_ok: bool | None = None,
         wait: bool | Literal["begun"] = False,
-    ) -> None:
+    ) -> bool:
         """Save a state in the background; called by every rank.
 
-        Waits for the previous save, and raises its error. Then copies the state into memory that is kept for the next
-        save (pinned, where there is a GPU); the state may be changed as soon as this method returns. With `watch` or
-        `before_update`, this method returns while the copies are under way.
+        Waits for the previous save, and raises its error (see `when_busy` and `on_error`). Then copies the state into
+        memory that is kept for the next save (pinned, where there is a GPU); the state may be changed as soon as this
+        method returns. With `watch` or `before_update`, it returns while the copies are under way.
 
         Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit; a job's first
         save three requests more (fence, a look for a checkpoint by itself, the newest manifest or a LIST).
@@ -338,6 +365,9 @@ class CheckpointManager:
         `wait`, or at the end of the block. A save of a step that is not above the last one that this job saved or
         restored waits as with "begun", so that this call raises the error by which the run refuses the step.
 
+        Returns:
+            True; False if the save was left out (`when_busy`), or failed before this method returned (`on_error`).
+
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
                 step is older than the newest checkpoint, or if ranks have tensors of different shapes or dtypes under
@@ -359,6 +389,8 @@ class CheckpointManager:
         noted = checked_user(user or {})
         if wait not in [False, True, "begun"]:
             raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
+        if self._is_skipped(step, is_awaited=wait is True):
+            return False
         operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
@@ -396,16 +428,19 @@ class CheckpointManager:
                 if self._background_saves.step is None:  # it has ended already
                     self._last_step = step
             elif wait:
-                self.wait()
+                self._background_saves.wait()
+                self._last_step = step
             if self._schedule is not None:
                 self._schedule.note_saved(step)
         except BaseException as error:
             # Ctrl-C may come anywhere, and a thread may fail to start: the other ranks must be told in each case.
-            if background_save is not None:
-                self._background_saves.abandon(background_save, error)
-                self._stager.cancel()
+            passes = background_save is not None and self._gives_up(background_save, error, step, wait=wait)
             operation.fail(error)
-            raise
+            if not passes:
+                raise
+        else:
+            return True
+        return False
 
     @hides_frames
     def restore(
@@ -651,17 +686,20 @@ class CheckpointManager:
         """Wait until no save is under way; return the report of the last save that was committed.
 
         Raises:
-            DcpRemoteError: The save failed, see `save`. Each failure is raised once.
+            DcpRemoteError: The save failed, see `save`. Each failure is raised once; with `on_error="warn"` it is
+                logged, and the report is that of an earlier save.
         """
         self._require_own_process()
         step = self._background_saves.step
         try:
             report = self._background_saves.wait()
-        except BaseException:
+        except BaseException as error:
             # After Ctrl-C the save is still under way, and its step counts as saved.
             if self._schedule is not None and self._background_saves.step is None:
                 self._schedule.forget_saved(step)
-            raise
+            if not self._lets_pass(error, step):
+                raise
+            return self.last_save
         if step is not None:
             self._last_step = step
         return report
@@ -693,8 +731,12 @@ class CheckpointManager:
         if os.getpid() != self._pid:
             return  # a child that was forked has none of the threads, and is no rank
         gives_up = False
+        if self._is_last_skipped and self._ranks.is_coordinator:
+            logger.warning("%s: the last save of this job was left out; pass wait=True in it", self._store.url)
         try:
             self._background_saves.close(error)
+            if error is None and self._passed is not None and self._passed[1] is self.last_save:
+                raise self._passed[0]
         except KeyboardInterrupt:
             gives_up = True
             raise
@@ -709,6 +751,42 @@ class CheckpointManager:
             if self._schedule is not None:
                 self._schedule.close()
             self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=error is not None)
+
+    def _is_skipped(self, step: int, *, is_awaited: bool) -> bool:
+        """Return whether a save is left out because another is under way on the coordinator, which decides."""
+        self._is_last_skipped = self._when_busy == "skip" and self._ranks.ask_coordinator(
+            f"skip {step}",
+            lambda: self._background_saves.is_busy and not (is_awaited or self.should_stop),
+            seconds=self._arrival_seconds,
+            left_seconds=self._preemption.working_seconds,
+        )
+        self.skipped_saves += self._is_last_skipped
+        if self._is_last_skipped and self.skipped_saves == 1 and self._ranks.is_coordinator:
+            text = "%s: the save of step %d is left out, since another is under way; skipped_saves counts more of them"
+            logger.warning(text, self._store.url, step)
+        return self._is_last_skipped
+
+    def _lets_pass(self, error: BaseException, step: int | None) -> bool:
+        """Return whether this rank goes on without a save that failed; count and log the failure then."""
+        if self._on_error == "raise" or not may_pass(error):
+            return False
+        self.failed_saves, self._passed = self.failed_saves + 1, (error, self.last_save)
+        if self._ranks.is_coordinator:
+            text = "%s: training goes on without step %s, whose save has failed; failed_saves=%d: %s"
+            logger.warning(text, self._store.url, step, self.failed_saves, error)
+        return True
+
+    def _gives_up(self, background_save: BackgroundSave, error: BaseException, step: int, *, wait: object) -> bool:
+        """Give up a save whose call raises; return whether the job goes on, since not the call has failed."""
+        passes, told = False, error
+        if background_save.has_raised(error):
+            passes = wait is not True and self._lets_pass(error, step)
+        elif self._on_error == "warn" and may_pass(error):
+            # The training of this rank ends by its own error, and so must that of the others.
+            told = InvalidArgumentError("The call of `save` raised an error on one rank.", cause=error)
+        self._background_saves.abandon(background_save, told)
+        self._stager.cancel()
+        return passes
 
     def _copied(
         self,
@@ -778,6 +856,12 @@ class CheckpointManager:
                 pid=os.getpid(),
                 made_by_pid=self._pid,
             )
+
+
+def _require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        listed = " or ".join(f'"{choice}"' for choice in choices)
+        raise InvalidArgumentError(f"{name} must be {listed}.", **{name: value})
 
 
 def _has_group() -> bool:

@@ -62,6 +62,7 @@ class RankSaver:
         allow_pickle: bool,
         progress: ProgressSetting = True,
         replicas: Replicas = "equal",
+        shard_bytes: int | None = None,
     ) -> None:
         """Store the arguments; no request is made."""
         self._ranks = ranks
@@ -71,7 +72,7 @@ class RankSaver:
             BackgroundDeletions(store.uncounted) if coordinator is None else coordinator.background_deletions
         )
         self._memory_budget_bytes = memory_budget_bytes
-        self._shard_bytes_max = choose_shard_bytes(memory_budget_bytes)
+        self._shard_bytes, self._shard_bytes_max = shard_bytes, shard_bytes or choose_shard_bytes(memory_budget_bytes)
         self._allow_pickle = allow_pickle
         self._progress = progress
         self._planning = RankPlanning(ranks, coordinator, shard_bytes_max=self._shard_bytes_max, replicas=replicas)
@@ -194,6 +195,7 @@ class RankSaver:
                 origin=origin(revision=run.revision, step=run.step),
                 allow_pickle=self._allow_pickle,
                 shard_bytes_max=self._shard_bytes_max,
+                shard_bytes=self._shard_bytes,
                 shared=agreed.plan.shared,
                 base=baseline,
             )

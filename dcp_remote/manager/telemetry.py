@@ -114,7 +114,8 @@ class Metric:
 _OPERATION = "dcp_remote.operation"  # save, load
 METRICS = (
     Metric("dcp_remote.checkpoint.age", "observed gauge", "s", "Time since the newest checkpoint was committed"),
-    Metric("dcp_remote.failures", "counter", "{failure}", "Saves and loads that raised", (_OPERATION, "error.type")),
+    Metric("dcp_remote.failures", "counter", "{failure}", "Saves and loads that failed", (_OPERATION, "error.type")),
+    Metric("dcp_remote.saves.skipped", "observed counter", "{save}", "Saves left out because another was under way"),
     Metric("dcp_remote.duration", "histogram", "s", "Duration from the call until the end", (_OPERATION,)),
     Metric("dcp_remote.phase.duration", "histogram", "s", "Duration of a phase", (_OPERATION, "dcp_remote.phase")),
     Metric("dcp_remote.blocked.duration", "counter", "s", "Time for which saves blocked training"),
@@ -155,11 +156,14 @@ class Telemetry:
         self._observed: dict[str, Callable[[], float | None]] = {}
         self._url, self._pid = "", os.getpid()
 
-    def observe(self, store: ObjectStore, deletions: BackgroundDeletions) -> None:
+    def observe(
+        self, store: ObjectStore, deletions: BackgroundDeletions, skipped_saves: Callable[[], int] = lambda: 0
+    ) -> None:
         """Let the application read the observed metrics until `close`; called on the coordinator."""
         self._url = store.url
         self._observed = {
             "dcp_remote.checkpoint.age": self._age_seconds,
+            "dcp_remote.saves.skipped": skipped_saves,
             "dcp_remote.retention.failures": lambda: deletions.retention_failures,
             "dcp_remote.deletions.pending": lambda: deletions.pending,
             "dcp_remote.orphans.left": lambda: deletions.orphans_left,

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from dcp_remote.common.geometry import boxes_of_run, cut_chunk
 from dcp_remote.common.units import MiB
+from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import ITEMS_PER_SHARD_MAX, SHARD_BYTES_MAX
 
@@ -20,6 +21,17 @@ _BUDGET_BYTES_MIN = 1 * MiB
 
 # Shards below this size take about as long for the answer as for their bytes, at 100 ms and 50 MB/s a connection.
 _SPREAD_BYTES_MIN = 8 * MiB
+
+
+def require_shard_bytes(shard_bytes: object, memory_budget_bytes: int) -> None:
+    """Refuse a size of shards that is neither None nor an integer from 1 MiB to 64 MiB within the memory budget."""
+    largest = choose_shard_bytes(memory_budget_bytes)
+    if shard_bytes is not None and (type(shard_bytes) is not int or not _BUDGET_BYTES_MIN <= shard_bytes <= largest):
+        raise InvalidArgumentError(
+            "shard_bytes must be None or an integer from 1 MiB to 64 MiB, and at most memory_budget_bytes.",
+            shard_bytes=shard_bytes,
+            memory_budget_bytes=memory_budget_bytes,
+        )
 
 
 def choose_shard_bytes(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -> int:

@@ -51,6 +51,7 @@ def write_shards(
     allow_pickle: bool,
     origin: str = "",
     shard_bytes_max: int = SHARD_BYTES_MAX,
+    shard_bytes: int | None = None,
     shared: Mapping[MetadataIndex, SharedPart] = MappingProxyType({}),
     base: Baseline | None = None,
 ) -> RankReport:
@@ -62,6 +63,7 @@ def write_shards(
     the changed pieces are sent. A tensor of which nothing is reused is cut anew; in other tensors the changed pieces
     keep their bounds, if they fit into a shard. A reused piece is read once, for the comparison.
 
+    `shard_bytes` is the size of the shards; None to choose it by the bytes of the plan, `shard_bytes_max` at most.
     `origin` is the prefix of the shards' names; `shared` has the items that are parts of replicas. `base` must be of
     the run that is saved into, and the commit must require that a live checkpoint still names every shard of
     `RankReport.reused_keys`.
@@ -73,8 +75,9 @@ def write_shards(
     names = ShardNames(uploads.rank, origin)
     other_names = names.renew()
     drawn = Drawn()
-    # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
-    shard_bytes = spread(sum(map(chunk_bytes, plan.items)), UPLOADS_IN_FLIGHT, shard_bytes_max)
+    if shard_bytes is None:
+        # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
+        shard_bytes = spread(sum(map(chunk_bytes, plan.items)), UPLOADS_IN_FLIGHT, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)

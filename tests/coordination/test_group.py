@@ -169,6 +169,33 @@ def test_no_contribution_to_a_cancelled_operation() -> None:
 # ---- closing
 
 
+def test_questions_to_the_coordinator() -> None:
+    """All get its answer; keys go with a later operation; without an answer, or a store, it is no."""
+    answers = iter([True, False, True])
+    with rank_threads(3) as groups, rank_threads(1) as alone:
+
+        def ask(group: RankGroup, question: str = "q", **times: float) -> bool:
+            seconds, left = times.get("seconds", 20.0), times.get("left", 20.0)
+            return group.ask_coordinator(question, lambda: next(answers), seconds=seconds, left_seconds=lambda: left)
+
+        def meet(group: RankGroup, number: int) -> int:
+            with join(group, f"operation {number}") as collective:
+                total: int = collective.gather(1, sum)
+                return total
+
+        assert [one.value for one in groups.run(ask)] == [False] * 3  # before the first operation
+        assert [one.value for one in groups.run(lambda group: meet(group, 1))] == [3] * 3
+        assert [[one.value for one in groups.run(ask)] for _ in range(2)] == [[True] * 3, [False] * 3]
+        assert [key for key in groups.left() if "asked" in key] == ["asked/q/1", "asked/q/2"]
+        for number in (2, 3):
+            groups.run(lambda group, number=number: meet(group, number))  # type: ignore[misc]  # mypy infers no default
+        assert [key for key in groups.left() if "asked" in key] == []
+        # One rank gives up, for all: the answer of the coordinator comes too late.
+        assert groups.run(lambda group: ask(group, "late", left=0.0), ranks=[2])[0].value is False
+        assert [one.value for one in groups.run(lambda group: ask(group, "late"), ranks=[0, 1])] == [False] * 2
+        assert alone.run(ask)[0].value is False
+
+
 def test_the_host_stays_until_its_last_answer_is_read() -> None:
     """The coordinator closes at once, and waits for a rank that is slow to read the last answer."""
     closed: list[float] = []

@@ -21,7 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_remote import CheckpointManager, PerRank, RandomStates, load
 from dcp_remote.coordination import heartbeat
+from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import DcpRemoteError, PermissionDeniedError
+from dcp_remote.manager.rank_save import RankSaver
+from dcp_remote.manager.reports import SaveReport
+from dcp_remote.manager.save_planning import Task
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching
@@ -444,6 +448,28 @@ def train_during_a_save(strategy: str, path: Path, held: str) -> tuple[Leaves, L
         store.let_go.set()
         manager.wait()
     return saved, full(training.state()), full(alone.state())
+
+
+def skip_saves(path: Path, seed: int) -> tuple[list[bool], list[int], int]:
+    """Return which of twenty saves were begun, the steps of the run, and how many were left out.
+
+    Each rank comes to a save, and hears of its end, at random moments of its own.
+    """
+    chance, save, pauses = random.Random(f"{seed} {dist.get_rank()}"), RankSaver.save, threading.Event()
+
+    def end_late(self: RankSaver, collective: Collective, task: Task) -> SaveReport:
+        report = save(self, collective, task)
+        pauses.wait(chance.random() * 0.05)
+        return report
+
+    with pytest.MonkeyPatch.context() as patch, managing(path, when_busy="skip") as manager:
+        patch.setattr(RankSaver, "save", end_late)
+        state, begun = state_of(seed), list[bool]()
+        for step in range(1, 21):
+            pauses.wait(chance.random() * 0.02)
+            begun.append(manager.save(step, state))
+        manager.wait()
+        return begun, manager.run.steps(), manager.skipped_saves
 
 
 def count_collectives(path: Path) -> tuple[int, int, int]:

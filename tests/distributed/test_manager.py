@@ -28,6 +28,7 @@ from tests.distributed.managed import (
     save_own,
     save_steps,
     sent_by_saves,
+    skip_saves,
     train_during_a_save,
     train_through,
 )
@@ -249,6 +250,17 @@ def test_training_goes_on_during_a_save(strategy: str, held: str, rank_pool: Ran
         assert_same(trained, alone)
         assert_same(full(load(tmp_path)), saved)
         assert not torch.equal(saved["/model/head.weight"], trained["/model/head.weight"])
+
+
+@pytest.mark.parametrize("ranks", [PAIR, THREE, range(4)])
+def test_ranks_leave_out_the_same_saves(ranks: range, rank_pool: RankPool, tmp_path: Path) -> None:
+    """With `when_busy="skip"`, whenever each rank hears of the end of the save before."""
+    for seed in range(2):
+        answers = rank_pool.run(skip_saves, tmp_path / str(seed), seed, ranks=ranks)
+        assert answers == answers[:1] * len(ranks)
+        begun, steps, skipped = answers[0]
+        assert steps == [step for step, is_begun in enumerate(begun, 1) if is_begun]
+        assert 0 < skipped == begun.count(False)
 
 
 def test_no_collective(rank_pool: RankPool, tmp_path: Path) -> None:

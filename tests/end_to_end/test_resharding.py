@@ -164,7 +164,7 @@ def test_a_few_rows_cost_a_few_blocks() -> None:
     """A load of 64 KiB of a 16 MiB matrix reads at most two blocks more than that, and the table."""
     store = RecordingStore(MemoryStore())
     whole = random_whole(torch.float32, (1024, 4096), 6)
-    save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store))
+    save_as_ranks([{"w": whole.tensor()}], lambda: RemoteWriter(store, shard_bytes=64 * 2**20))
     manifest_bytes = store.requests[-1].size_bytes
     store.clear()
     rows = LocalShards((1024, 4096), torch.float32, [((510, 0), torch.zeros(4, 4096))])

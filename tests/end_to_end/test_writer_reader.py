@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, WriteItem
 
-from dcp_remote import RemoteReader, RemoteWriter, load
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, load
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -113,7 +113,7 @@ def test_small_tensors_are_read_together(store: RecordingStore) -> None:
     """Small tensors between large ones, as an optimizer's steps, lie together in the shard and are read at once."""
     sizes = [n % 3 or 300_000 for n in range(60)]
     state = {"optim": {str(n): torch.full((size,), float(n)) for n, size in enumerate(sizes)}}
-    dcp.save(state, storage_writer=RemoteWriter(store))
+    dcp.save(state, storage_writer=RemoteWriter(store, shard_bytes=64 * 2**20))
     store.clear()
     template = {"optim": {name: torch.zeros_like(tensor) for name, tensor in state["optim"].items()}}
     dcp.load(template, storage_reader=RemoteReader(store))
@@ -121,6 +121,22 @@ def test_small_tensors_are_read_together(store: RecordingStore) -> None:
     shards = {key for verb, key in store.calls if verb == "get_into"}
     assert store.count("get_into") == sizes.count(300_000) + 1
     assert len(shards) == 1
+
+
+def test_shards_of_a_fixed_size(store: RecordingStore) -> None:
+    """A tensor of 6 MiB is one shard, or six with `shard_bytes`, in a checkpoint by itself and in a run."""
+    state = {"w": torch.arange(6 * 2**18, dtype=torch.float32)}
+    given: dict[str, Any] = {"shard_bytes": 2**20}
+    for options, shards in (({}, 1), (given, 6)):
+        store.clear()
+        dcp.save(state, storage_writer=RemoteWriter(store, overwrite=True, **options))
+        assert sum(key.startswith("shards/") for verb, key in store.calls if verb == "put") == shards
+        run = RecordingStore(MemoryStore())
+        with CheckpointManager(run, **options) as checkpoints:
+            checkpoints.save(1, state)
+        assert sum(key.startswith("shards/") for verb, key in run.calls if verb == "put") == shards
+    with pytest.raises(InvalidArgumentError, match=r"^shard_bytes must be"):
+        RemoteWriter(store, shard_bytes=128 * 2**20)
 
 
 def test_objects_alone_cost_no_shard(store: RecordingStore) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dcp_remote.common.units import MiB
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import ITEMS_PER_SHARD_MAX, SHARD_BYTES_MAX
-from dcp_remote.saving.packing import Item, Piece, pack, piece_label
+from dcp_remote.saving.packing import Item, Piece, pack, piece_label, spread
 
 TopItem = Item[None]
 
@@ -81,6 +81,14 @@ def test_defaults_hold_what_a_large_model_has() -> None:
     assert max(p.length for p in cut) - min(p.length for p in cut) <= 2200 * 4
     assert max(p.length for p in cut) <= SHARD_BYTES_MAX == 64 * MiB
     assert [len(shard) for shard in shards[16:]] == [ITEMS_PER_SHARD_MAX, ITEMS_PER_SHARD_MAX, 40_001 - 2 * 16_384]
+
+
+def test_the_size_of_shards_follows_the_bytes() -> None:
+    """Bytes of a rank fill sixteen shards, which are sent at once: from 8 MiB to 64 MiB, or the limit."""
+    sizes = {0: 8, 1: 8, 64: 8, 128: 8, 160: 10, 1024: 64, 1025: 64, 100_000: 64}
+    assert {size: spread(size * MiB, 16) // MiB for size in sizes} == sizes
+    assert spread(387 * MiB, 16) * 16 >= 387 * MiB
+    assert spread(1024 * MiB, 16, 5 * MiB) == 5 * MiB
 
 
 @given(items(), st.integers(16, 100))

@@ -74,7 +74,7 @@ class Job:
         """Note the state after the second or the fourth step, under names without wrappers' prefixes."""
         self.digests.append({name: _digest(value) for name, value in sorted(state.items())})
 
-    def train(self, step: Callable[[], None], save: Callable[[], None], read: Callable[[], State]) -> None:
+    def train(self, step: Callable[[], None], save: Callable[[], object], read: Callable[[], State]) -> None:
         """Train in a loop of the script's own."""
         if self.action != "save":
             self.note(read())
