@@ -71,7 +71,7 @@ class Fetched(Generic[T]):
 
 
 def downloads_in_flight(latency_seconds: float) -> int:
-    """Return the number of ranges to read at a time, so that sixteen arrive while others wait for a first byte. Pure."""
+    """Return how many ranges to read at a time, so that sixteen arrive while others wait for a first byte. Pure."""
     return min(FAR_DOWNLOADS_IN_FLIGHT, round(DOWNLOADS_IN_FLIGHT * (1 + latency_seconds / _ARRIVAL_SECONDS)))
 
 
@@ -120,8 +120,7 @@ def download(
     cancellation = Cancellation()
     lease = BufferLease()
     buffers = _Buffers(memory_budget_bytes)
-    at_a_time = downloads_in_flight(getattr(store, "latency_seconds", 0.0))
-    pool = Workers(at_a_time, "dcp_remote-download")
+    pool = Workers(at_a_time := downloads_in_flight(getattr(store, "latency_seconds", 0.0)), "dcp_remote-download")
     running: dict[Future[Fetched[T]], Fetch[T]] = {}
     failures: dict[tuple[str, int], StorageError] = {}  # by key and first byte, of ranges that have not arrived
     held_bytes = read_bytes = 0
