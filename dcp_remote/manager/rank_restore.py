@@ -213,12 +213,13 @@ class RankRestore:
                 options=f"rank 0: {given[0]}; rank {other}: {given[1]}",
             )
         step, store, retry_seconds = self.request.step, self.store, self._retry_seconds
-        # Refused before training begins, because the first save would be refused hours later.
-        ask_catalog = partial(catalog_of, store, retry_seconds())
         with (
-            begin_early(ask_catalog, at_once=is_far(store.url)) as read_early,
+            begin_early(
+                lambda clock: catalog_of(store, retry_seconds=retry_seconds(), clock=clock), at_once=is_far(store.url)
+            ) as read_early,
             expect_entry(store, step, retry_seconds=retry_seconds()) as expected,
         ):
+            # Refused before training begins, because the first save would be refused hours later.
             require_no_checkpoint_by_itself(RetryingStore(store, Deadline(retry_seconds())))
             catalog, must_exist = read_early(), self.request.must_exist
             newest = partial(find_newest, catalog, store, must_exist=must_exist, retry_seconds=retry_seconds())

@@ -119,7 +119,7 @@ def find_age_seconds(created: str, now_seconds: float) -> float | None:
 
 
 def catalog_of(
-    store: ObjectStore, retry_seconds: float = RANGE_RETRY_SECONDS, clock: Clock | None = None
+    store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS, clock: Clock | None = None
 ) -> Catalog | None:
     """Return the catalog of a run; None if there is no run yet.
 
