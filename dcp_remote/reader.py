@@ -59,9 +59,9 @@ class RemoteReader(StorageReader):
     """Read a checkpoint: `dcp.load(state, storage_reader=RemoteReader("s3://bucket/checkpoint"))`.
 
     Works at any world size and with any sharding of the template. Each rank makes one GET for the manifest (for a run
-    up to two more, to find it), one GET per range of at most 8 MiB that it needs, and one small GET per shard of which
-    it needs only parts of pieces. No code runs on load. If a load raises, the template holds parts of the checkpoint
-    and must not be used.
+    up to two more, to find it, and from a cloud perhaps one in vain, since these are sent at once), one GET per range
+    of at most 8 MiB that it needs, and one small GET per shard of which it needs only parts of pieces. No code runs on
+    load. If a load raises, the template holds parts of the checkpoint and must not be used.
 
     torch's own planner names one missing key, and leaves out what the state lacks without a message. With a planner of
     this reader, all differences are one `StateMismatchError`, and the options of `RemoteLoadPlanner` apply:

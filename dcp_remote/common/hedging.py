@@ -66,6 +66,11 @@ class LatencyTracker:
             return True
 
 
+def is_far(url: str) -> bool:
+    """Return whether a URL is in a cloud, so that reads which do not depend on each other are sent at once."""
+    return url.startswith(_CLOUDS)
+
+
 _put_latencies: dict[str, LatencyTracker] = {}  # by the URL of the bucket
 
 
@@ -74,7 +79,7 @@ def get_latency_tracker(url: str) -> LatencyTracker:
 
     A store that is not in a cloud gets an empty tracker of its own.
     """
-    if not url.startswith(_CLOUDS):
+    if not is_far(url):
         return LatencyTracker()
     scheme, _, rest = url.partition("://")
     return _put_latencies.setdefault(f"{scheme}://{rest.partition('/')[0]}", LatencyTracker())

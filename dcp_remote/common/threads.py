@@ -8,9 +8,10 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Generic, TypeVar
 
 from dcp_remote.common.deadline import Clock
@@ -179,3 +180,23 @@ class Cancellation:
 
     def _monotonic(self) -> float:
         return math.inf if self._is_cancelled.is_set() else time.monotonic()
+
+
+@contextmanager
+def begin_early(call: Callable[[Clock], T], *, at_once: bool) -> Iterator[Callable[[], T]]:
+    """Make a call in another thread while a block runs; yield a function that waits for its result or raises its error.
+
+    The call gets a clock, by which its deadlines expire with the block. Unless `at_once`, the call is made when the
+    yielded function is called, and so perhaps never.
+    """
+    cancellation = Cancellation()
+    if not at_once:
+        yield partial(call, cancellation.clock)
+        return
+    pool = Workers(1, "dcp_remote-early")
+    future = submit_or_run(pool, partial(call, cancellation.clock))
+    try:
+        yield future.result
+    finally:
+        cancellation.cancel()
+        pool.shutdown(wait=False)

@@ -26,6 +26,12 @@ from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 T = TypeVar("T")
 
 DOWNLOADS_IN_FLIGHT = 16
+# From a store that is far away as many ranges more are in flight as wait for their first byte, up to this many in all.
+FAR_DOWNLOADS_IN_FLIGHT = 32
+# Time in which the largest range arrives behind its first byte: 80 MB/s, about the rate of a connection to S3 (Amazon,
+# "Performance guidelines for Amazon S3").
+_ARRIVAL_SECONDS = 0.1
+
 # Ranges queued beyond those in flight, so that no worker waits for the caller: beside sixteen threads that want the
 # GIL, the caller takes most of a millisecond to submit the next range. Only ranges that need no buffer of ours.
 DOWNLOADS_WAITING = 8
@@ -62,6 +68,11 @@ class Fetched(Generic[T]):
     fetch: Fetch[T]
     data: memoryview
     digest: bytes
+
+
+def downloads_in_flight(latency_seconds: float) -> int:
+    """Return how many ranges to read at a time, so that sixteen arrive while others wait for a first byte. Pure."""
+    return min(FAR_DOWNLOADS_IN_FLIGHT, round(DOWNLOADS_IN_FLIGHT * (1 + latency_seconds / _ARRIVAL_SECONDS)))
 
 
 class _Buffers:
@@ -109,7 +120,7 @@ def download(
     cancellation = Cancellation()
     lease = BufferLease()
     buffers = _Buffers(memory_budget_bytes)
-    pool = Workers(DOWNLOADS_IN_FLIGHT, "dcp_remote-download")
+    pool = Workers(at_a_time := downloads_in_flight(getattr(store, "latency_seconds", 0.0)), "dcp_remote-download")
     running: dict[Future[Fetched[T]], Fetch[T]] = {}
     failures: dict[tuple[str, int], StorageError] = {}  # by key and first byte, of ranges that have not arrived
     held_bytes = read_bytes = 0
@@ -145,7 +156,7 @@ def download(
         )
 
     def in_flight_max(fetch: Fetch[T]) -> int:
-        return DOWNLOADS_IN_FLIGHT + (DOWNLOADS_WAITING if fetch.into is not None else 0)
+        return at_a_time + (DOWNLOADS_WAITING if fetch.into is not None else 0)
 
     upcoming = iter(fetches)
     next_fetch: Fetch[T] | None = next(upcoming, None)

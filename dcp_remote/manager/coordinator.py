@@ -14,7 +14,7 @@ from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
-from dcp_remote.run.lookup import read_manifest_at
+from dcp_remote.run.lookup import note_last, read_manifest_at
 from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.rank_differences import NAMED_MAX, Described, describe_saved
@@ -177,6 +177,7 @@ class Coordinator:
             replaced=replaced.values(),
             unnamed=set(put).difference(manifest.shards.keys),
         )
+        note_last(self._store, entry)
         return Committed(entry.save_id, entry.manifest, manifest.total_bytes, find_orphaned_shards(manifest, reports))
 
     def failed(self, begun: SaveTicket, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:

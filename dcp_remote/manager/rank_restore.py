@@ -13,7 +13,9 @@ from typing import Any
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.hedging import is_far
 from dcp_remote.common.text import format_count
+from dcp_remote.common.threads import begin_early
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
@@ -38,6 +40,7 @@ from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import warn_of_going_back
 from dcp_remote.run.lookup import (
     decode_entry,
+    expect_entry,
     fetch_entry,
     find_entry,
     find_newest,
@@ -85,6 +88,7 @@ class _Chosen:
 
     entry: Entry
     manifest: bytes | None
+    early_reads_in_vain: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,7 @@ class RankRestore:
             entry = chosen.entry
             collective.set_activity(f"planning the restore of step {entry.step}")
             manifest = collective.run_in_thread(partial(self._decode, chosen))
+            in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
             del chosen
             # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
             collective.gather(None, _require_no_failure)
@@ -178,6 +183,7 @@ class RankRestore:
             fallback_bytes=exchange.fallback_bytes if exchange is not None else 0,
             unreached_ranks=len(exchange.unreached) if exchange is not None else 0,
             rereads=counts.reread,
+            early_reads_in_vain=in_vain,
             kept=tuple(compared.kept[:NAMES_LISTED_MAX]),
             kept_values=len(compared.kept),
             left_out=tuple(left_out[:NAMES_LISTED_MAX]),
@@ -207,20 +213,27 @@ class RankRestore:
                 options=f"rank 0: {given[0]}; rank {other}: {given[1]}",
             )
         step, store, retry_seconds = self.request.step, self.store, self._retry_seconds
-        # Refused before training begins, because the first save would be refused hours later.
-        require_no_checkpoint_by_itself(RetryingStore(store, Deadline(retry_seconds())))
-        catalog = catalog_of(store, retry_seconds=retry_seconds())
-        must_exist = self.request.must_exist
-        if step is None and find_newest(catalog, store, must_exist=must_exist, retry_seconds=retry_seconds()) is None:
-            return None
-        if catalog is None:
-            assert step is not None, "find_newest returned"
-            raise no_run(RetryingStore(store, Deadline(retry_seconds())), step)
-        entry = find_entry(catalog, step, url=store.url)
-        if self.request.go_on:
-            warn_of_going_back(catalog, entry, url=store.url)
-        data = fetch_entry(store, entry, retry_seconds=retry_seconds())
-        return _Chosen(entry, data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None)
+        with (
+            begin_early(
+                lambda clock: catalog_of(store, retry_seconds=retry_seconds(), clock=clock), at_once=is_far(store.url)
+            ) as read_early,
+            expect_entry(store, step, retry_seconds=retry_seconds()) as expected,
+        ):
+            # Refused before training begins, because the first save would be refused hours later.
+            require_no_checkpoint_by_itself(RetryingStore(store, Deadline(retry_seconds())))
+            catalog, must_exist = read_early(), self.request.must_exist
+            newest = partial(find_newest, catalog, store, must_exist=must_exist, retry_seconds=retry_seconds())
+            if step is None and newest() is None:
+                return None
+            if catalog is None:
+                assert step is not None, "find_newest returned"
+                raise no_run(RetryingStore(store, Deadline(retry_seconds())), step)
+            entry = find_entry(catalog, step, url=store.url)
+            if self.request.go_on:
+                warn_of_going_back(catalog, entry, url=store.url)
+            data = expected.fetch(entry, retry_seconds=retry_seconds())
+        sent = data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None
+        return _Chosen(entry, sent, early_reads_in_vain=int(expected.was_wrong))
 
     def _decode(self, chosen: _Chosen) -> Manifest:
         """Decode the manifest, which is read if the coordinator did not send it, and once more if it is damaged."""

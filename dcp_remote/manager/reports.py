@@ -173,6 +173,8 @@ class LoadReport:
         unreached_ranks: Number of ranks that were to send to this rank and were not reached, broke off or fell silent;
             0 if all is well. After that, ranks of other hosts are not asked for ten minutes. See `rank_sockets`.
         rereads: Requests that repeated a read whose bytes did not match their digest.
+        early_reads_in_vain: Manifests read by the coordinator before the catalog had named another one: 1 if a newer
+            checkpoint than that of the last load is there, else 0.
         kept: Names of values of this rank's state that were not loaded, by `missing="keep"`, `include` or `exclude`;
             the first 1,000. Empty with a planner that is no `RemoteLoadPlanner`, as `left_out`.
         kept_values: Number of these values.
@@ -194,6 +196,7 @@ class LoadReport:
     fallback_bytes: int = 0
     unreached_ranks: int = 0
     rereads: int = 0
+    early_reads_in_vain: int = 0
     kept: tuple[str, ...] = ()
     kept_values: int = 0
     left_out: tuple[str, ...] = ()
@@ -215,6 +218,8 @@ class LoadReport:
             parts.append(f", {self.retries} of {self.requests} requests repeated")
         if self.rereads:
             parts.append(f", {format_count(self.rereads, 'read')} repeated because bytes did not match their digest")
+        if self.early_reads_in_vain:
+            parts.append(", 1 early read of a manifest in vain")
         parts.append(f"; {format_count(self.saved_world_size, 'rank')} had saved it")
         return "".join(parts)
 

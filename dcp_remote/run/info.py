@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.format.manifest import MANIFEST_KEY
@@ -118,13 +118,15 @@ def find_age_seconds(created: str, now_seconds: float) -> float | None:
         return None
 
 
-def catalog_of(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Catalog | None:
+def catalog_of(
+    store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECONDS, clock: Clock | None = None
+) -> Catalog | None:
     """Return the catalog of a run; None if there is no run yet.
 
     One GET; where there is no catalog, also a LIST, and perhaps a request more. A bucket that does not exist, and a run
     that has lost its catalog, are refused.
     """
-    asking = RetryingStore(store, Deadline(retry_seconds))
+    asking = RetryingStore(store, Deadline(retry_seconds, clock))
     catalog = read_catalog(asking)
     if catalog is None:
         require_reachable(store)

@@ -9,12 +9,15 @@ import difflib
 import itertools
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import SupportsIndex
 
-from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.deadline import Clock, Deadline
+from dcp_remote.common.hedging import is_far
+from dcp_remote.common.threads import begin_early
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointGoneError,
@@ -57,6 +60,10 @@ _OLDER_SECONDS = 5.0
 _NEAR_KEYS = 1_000
 _NEAR_SECONDS = 5.0
 
+# Entry of the checkpoint that this process read or saved last, by the URL of its run; None for a checkpoint by itself.
+_last_read: dict[str, Entry | None] = {}
+_LAST_READ_MAX = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -82,23 +89,35 @@ def read_manifest(
     """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given).
 
     `step` is the step or name of a checkpoint of a run; None and `NEWEST_WORDS` are a checkpoint by itself, or the
-    newest of a run.
+    newest of a run. From a cloud, manifest.json, the catalog and the manifest that the process read last are asked for
+    at once: a GET more for a checkpoint by itself that the process has not read yet, and where another one is newest.
     """
     if step is not None and type(step) not in (int, str):
         raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
     step = as_step(step)
     reading = RetryingStore(store, Deadline(retry_seconds))
     stored: Stored | None = None
-    if step is None:
-        try:
-            stored = read_stored(reading)
-        except ObjectNotFoundError:
-            stored = None
-        if stored is not None and stored.manifest is not None:
-            return stored.manifest
-    catalog = read_catalog(reading)
-    if catalog is not None:
-        return read_entry(store, find_entry(catalog, step, url=store.url), retry_seconds=retry_seconds)
+    may_be_run = _last_read.get(store.url, ...) is not None
+    with (
+        begin_early(
+            lambda clock: read_catalog(RetryingStore(store, Deadline(retry_seconds, clock))),
+            at_once=is_far(store.url) and may_be_run,
+        ) as read_early,
+        expect_entry(store, step, retry_seconds=retry_seconds) as expected,
+    ):
+        if step is None:
+            try:
+                stored = read_stored(reading)
+            except ObjectNotFoundError:
+                stored = None
+            if stored is not None and stored.manifest is not None:
+                note_last(store, None)
+                return stored.manifest
+        catalog = read_early()
+        if catalog is not None:
+            entry = find_entry(catalog, step, url=store.url)
+            data = expected.fetch(entry, retry_seconds=retry_seconds)
+            return decode_entry(store, entry, data, retry_seconds=retry_seconds)
     if step is not None:
         raise no_run(reading, step)
     if stored is None:
@@ -206,6 +225,52 @@ def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANG
             step=entry.step,
             manifest=entry.manifest,
         ) from error
+
+
+@dataclass(slots=True)
+class ExpectedEntry:
+    """Entry whose manifest is asked for before the catalog has said that it is the wanted one; None for no entry."""
+
+    store: ObjectStore
+    entry: Entry | None = None
+    read_early: Callable[[], bytes] = bytes
+    was_wrong: bool = False  # whether the catalog named another manifest, so that one GET was in vain
+
+    def fetch(self, entry: Entry, *, retry_seconds: float) -> bytes:
+        """Return the manifest of an entry of the catalog as `fetch_entry` does, by the early GET if that was right."""
+        note_last(self.store, entry)
+        if self.entry is not None and self.entry.manifest == entry.manifest:
+            try:
+                return self.read_early()
+            except (CorruptCheckpointError, ObjectNotFoundError) as error:
+                logger.debug("%s: the early read of the manifest failed: %s", self.store.url, error)
+        elif self.entry is not None:
+            self.was_wrong = True
+            logger.info("%s: an early read of the manifest of step %d was in vain", self.store.url, self.entry.step)
+        return fetch_entry(self.store, entry, retry_seconds=retry_seconds)
+
+
+@contextmanager
+def expect_entry(store: ObjectStore, step: int | str | None, *, retry_seconds: float) -> Iterator[ExpectedEntry]:
+    """Ask a cloud for the manifest that this process read last, if it is that of the step; given up with the block."""
+    entry = _last_read.get(store.url)
+    if entry is None or not is_far(store.url) or step not in (None, entry.step, *entry.names):
+        yield ExpectedEntry(store)
+        return
+
+    def read(clock: Clock) -> bytes:
+        reading = RetryingStore(store, Deadline(retry_seconds, clock))
+        return get_decoded(reading, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
+
+    with begin_early(read, at_once=True) as read_early:
+        yield ExpectedEntry(store, entry, read_early)
+
+
+def note_last(store: ObjectStore, entry: Entry | None) -> None:
+    """Note the checkpoint that a later load of this process probably reads; None for a checkpoint by itself."""
+    if len(_last_read) >= _LAST_READ_MAX:
+        _last_read.clear()
+    _last_read[store.url] = entry
 
 
 def decode_entry(

@@ -69,6 +69,12 @@ class WrappedStore:
         """Abilities of the wrapped store."""
         return self._store.capabilities
 
+    @property
+    def latency_seconds(self) -> float:
+        """Latency of the wrapped store; 0 if it measures none."""
+        seconds: float = getattr(self._store, "latency_seconds", 0.0)
+        return seconds
+
     def child(self, prefix: str) -> Self:
         """Return a wrapper of the wrapped store's child, which shares this wrapper's state."""
         check_key(prefix)

@@ -313,3 +313,23 @@ def test_downloads_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
         assert digest(fetched.data) == fetched.digest
     assert len(reads) == 8
+
+
+@pytest.mark.parametrize(("latency_seconds", "at_a_time"), [(0.001, 16), (0.05, 24), (0.1, 32), (2.0, 32)])
+def test_more_ranges_are_in_flight_where_the_store_is_far(latency_seconds: float, at_a_time: int) -> None:
+    """As many ranges as are meant to be in flight wait for each other, and one more does not begin before they end."""
+    barrier = threading.Barrier(at_a_time)
+    begun: list[str] = []
+
+    def before(key: str) -> None:
+        begun.append(key)
+        if len(begun) <= at_a_time:
+            barrier.wait(PATIENCE_SECONDS)
+
+    class Far(HookedStore):
+        latency_seconds = 0.0
+
+    store = Far(store_with_data(), before)
+    store.latency_seconds = latency_seconds
+    _, fetches = writers(100)
+    assert len(list(download(store, fetches, memory_budget_bytes=1 << 20))) == 100

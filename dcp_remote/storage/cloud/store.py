@@ -94,6 +94,7 @@ class Bucket:
         self.timeouts = timeouts
         self.clients = Clients(provider, timeouts)
         self.throttle = Throttle()
+        self.latency_seconds = 0.0
         self.direct = DirectReads(
             provider.bucket,
             connect_seconds=provider.options.connect_timeout_seconds,
@@ -124,6 +125,11 @@ class CloudStore(PlacedStore):
         """Implement `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
         return _CAPABILITIES
 
+    @property
+    def latency_seconds(self) -> float:
+        """Seconds until the last `get` was answered, without its body; 0 before the first. Not part of the contract."""
+        return self._bucket.latency_seconds
+
     def child(self, prefix: str) -> CloudStore:
         """Implement `ObjectStore.child`."""
         return CloudStore(self._place.child(prefix), self._bucket)
@@ -148,7 +154,9 @@ class CloudStore(PlacedStore):
         path = self._place.key(key)
 
         def request() -> Content:
-            result = obstore.get(self._clients.get(download=True, size_bytes=limit_bytes), path)
+            client, began_seconds = self._clients.get(download=True, size_bytes=limit_bytes), time.monotonic()
+            result = obstore.get(client, path)
+            self._bucket.latency_seconds = time.monotonic() - began_seconds
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
                 raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)

@@ -22,8 +22,9 @@ from dcp_remote.storage.cloud.errors import classify_error
 
 _Answer = TypeVar("_Answer")
 
-# Concurrent requests at a full share: more than the upload and download pools together usually need.
+# Concurrent requests of which a share is taken once the store refuses some; before, as many as a load has in flight.
 REQUESTS_MAX = 16
+UNREFUSED_REQUESTS_MAX = 32
 
 # A share changes at most once per interval, and after a minimum of answers.
 _STEP_SECONDS = 1.0
@@ -58,9 +59,7 @@ class Throttle:
     def send(self, request: Callable[[], _Answer]) -> _Answer:
         """Send a request as one of the concurrent ones; wait for that before, at most `WAIT_SECONDS_MAX`."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._running < math.ceil(self.share * REQUESTS_MAX), timeout=WAIT_SECONDS_MAX
-            )
+            self._changed.wait_for(lambda: self._running < self._limit(), timeout=WAIT_SECONDS_MAX)
             self._running += 1
         began_seconds = self._clock()
         is_refused = False
@@ -76,6 +75,9 @@ class Throttle:
                 self._running -= 1
                 self._changed.notify()
                 self.record_answer(refused=is_refused)
+
+    def _limit(self) -> int:
+        return UNREFUSED_REQUESTS_MAX if self.share == 1 else math.ceil(self.share * REQUESTS_MAX)
 
     def record_answer(self, *, refused: bool) -> None:
         """Note that a request was answered or refused, and change the share if it is time to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,10 @@ import pytest
 
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
 from dcp_remote.storage.cloud import throttle
-from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, Throttle
+from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, UNREFUSED_REQUESTS_MAX, Throttle
 from dcp_remote.testing.servers import HttpAnswer, scripted_server
 from tests.support.clouds import always, open_s3
+from tests.support.threads import opened
 
 
 @dataclass
@@ -131,3 +133,31 @@ def test_an_answer_is_no_refusal() -> None:
             with pytest.raises(ObjectNotFoundError):
                 store.get_into("key", 0, memoryview(bytearray(1)))
         assert store._bucket.throttle.share == 1
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_store_that_refuses_nothing_gets_more(is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count requests that are under way together: 32 at a full share, and a share of 16 once some were refused."""
+    monkeypatch.setattr(throttle, "WAIT_SECONDS_MAX", 60.0)
+    host = Host(1)
+    if is_refused:
+        host.offer(seconds=3, taken=lambda sent: sent - sent // 4)
+    (one,) = host.throttles
+    at_most = math.ceil(one.share * REQUESTS_MAX) if is_refused else UNREFUSED_REQUESTS_MAX
+    assert at_most < REQUESTS_MAX or not is_refused
+    running: list[int] = []
+    enough, gate = threading.Event(), threading.Event()
+
+    def request() -> None:
+        running.append(1)
+        if len(running) == at_most:
+            enough.set()
+        opened(gate)
+
+    with ThreadPoolExecutor(40) as pool:
+        sent = [pool.submit(one.send, request) for _ in range(40)]
+        opened(enough)
+        assert len(running) == at_most
+        gate.set()
+    for future in sent:
+        future.result()
