@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_remote.common.arrays import group_offsets, sorted_unique
+from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
 from dcp_remote.common.digests import BLOCK_BYTES_MIN, DIGEST_BYTES, table_entries
 from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
 from dcp_remote.format.columns import VALUE_MAX
@@ -144,11 +144,26 @@ def _check_tensors(tensors: Tensors) -> None:
         reason = why_not_tiled(shape, offsets, sizes, comparisons)
         if reason:
             raise _damaged(reason, tensor=tensors.names[number], shape=shape, chunks=len(sizes))
-    for number in np.flatnonzero(whole).tolist():
+    for number in _find_doubtful(tensors, np.flatnonzero(whole)).tolist():
         shape = _checked_shape(tensors, number)
         chunk = int(tensors.chunk_first[number])
         if tensors.sizes_of(chunk) != shape or any(tensors.offsets_of(chunk)):
             raise _damaged("a tensor's only chunk is not the whole of it", tensor=tensors.names[number], shape=shape)
+
+
+def _find_doubtful(tensors: Tensors, whole: I64) -> I64:
+    """Return those of the tensors of one chunk whose chunk is not the whole of them, or whose size may be too large.
+
+    Looked at all at once: one at a time, they take 5 us each. Sums of logarithms are exact to far less than a bit.
+    """
+    dimensions = tensors.dimensions[whole]
+    shape = tensors.shape[concat_ranges(tensors.shape_first[whole], dimensions)]
+    places = concat_ranges(tensors.box_first[tensors.chunk_first[whole]], dimensions)
+    owner = np.repeat(np.arange(len(whole)), dimensions)
+    bits = np.bincount(owner, np.log2(np.maximum(shape, 1)), minlength=len(whole))
+    is_doubtful = bits > math.log2(VALUE_MAX / max(ITEM_BYTES.values())) - 1
+    is_doubtful[owner[(shape != tensors.chunk_sizes[places]) | (tensors.chunk_offsets[places] != 0)]] = True
+    return whole[is_doubtful]
 
 
 def _checked_shape(tensors: Tensors, number: int) -> tuple[int, ...]:

@@ -111,11 +111,8 @@ class Baseline:
         """
         notes = report.notes
         assert notes is not None, "the report was pickled, which drops its notes"
-        kinds: dict[TensorKind, int] = {}
-        kind = [
-            kinds.setdefault(TensorKind(*pair), len(kinds))
-            for pair in zip(report.dtypes, report.encodings, strict=True)
-        ]
+        kinds: dict[tuple[str, str], int] = {}
+        kind = [kinds.setdefault(pair, len(kinds)) for pair in zip(report.dtypes, report.encodings, strict=True)]
         # A plan may list the chunks of a tensor apart from each other; `Tensors` has them together.
         order = np.argsort(report.chunk_name, kind="stable")
         chunks = np.bincount(report.chunk_name, minlength=len(report.names)).astype(np.int64)
@@ -123,7 +120,7 @@ class Baseline:
         values = concat_ranges(group_offsets(report.chunk_dimensions)[:-1][order], dimensions)
         tensors = Tensors(
             names=report.names,
-            kinds=tuple(kinds),
+            kinds=tuple(TensorKind(*pair) for pair in kinds),
             kind=np.array(kind, dtype=np.int64),
             dimensions=dimensions[group_offsets(chunks)[:-1]],
             shape=np.zeros(0, dtype=np.int64),  # not known here, and not compared
@@ -153,17 +150,18 @@ class Baseline:
         tensors, number = self.tensors, self.tensors.index.get(name)
         if number is None or tensors.dimensions[number] != len(offsets) or tensors.kind_of(number).dtype != dtype:
             return None
-        begins, extents = tensors.boxes_of(number)
-        likely = slice(hint, hint + 1) if hint is not None and hint >= 0 else slice(0)
-        for rows in (likely, slice(None)):
-            matching = np.flatnonzero((begins[rows] == offsets).all(axis=1) & (extents[rows] == sizes).all(axis=1))
-            if len(matching):
-                chunk = int(tensors.chunk_first[number] + (rows.start or 0) + matching[0])
-                first = int(self.chunk_piece_first[chunk])
-                return KnownEntry(
-                    tensors.kind_of(number).encoding, range(first, first + int(tensors.chunk_pieces[chunk]))
-                )
-        return None
+        chunk, count = int(tensors.chunk_first[number]), int(tensors.chunks[number])
+        likely = chunk + (hint or 0)
+        if 0 <= likely - chunk < count and tensors.offsets_of(likely) == offsets and tensors.sizes_of(likely) == sizes:
+            chunk = likely
+        else:
+            begins, extents = tensors.boxes_of(number)
+            matching = np.flatnonzero((begins == offsets).all(axis=1) & (extents == sizes).all(axis=1))
+            if not len(matching):
+                return None
+            chunk += int(matching[0])
+        first = int(self.chunk_piece_first[chunk])
+        return KnownEntry(tensors.kind_of(number).encoding, range(first, first + int(tensors.chunk_pieces[chunk])))
 
     def object(self, name: str) -> KnownEntry | None:
         """Return an object that is stored in shards, or None."""
@@ -183,7 +181,7 @@ class Baseline:
             return
         start = 0
         for piece, length in zip(pieces, lengths, strict=True):
-            yield ComparedPiece(start, start + length, piece, self._first_block(piece, start, read))
+            yield ComparedPiece(start, start + length, piece, self._first_block(piece, start, start + length, read))
             start += length
 
     def decide_reuse(self, compared: Sequence[ComparedEntry]) -> Reuse:
@@ -195,17 +193,19 @@ class Baseline:
         is_kept = (live_bytes >= LIVE_SHARE_MIN * (self.shards.sizes - self.shards.data_starts))[shard]
         decided = [
             entry._replace(
-                pieces=[piece if is_kept[piece.piece] else piece._replace(first_block=None) for piece in entry.pieces]
+                pieces=[
+                    piece if piece.first_block is None or is_kept[piece.piece] else piece._replace(first_block=None)
+                    for piece in entry.pieces
+                ]
             )
             for entry in compared
         ]
         return Reuse(decided, self.shards, self.pieces, live_bytes)
 
-    def _first_block(self, piece: int, start: int, read: ReadBytes) -> bytes | None:
-        """Return the digest of a piece's first block if the bytes from `start` on equal the piece, else None."""
+    def _first_block(self, piece: int, start: int, stop: int, read: ReadBytes) -> bytes | None:
+        """Return the digest of a piece's first block if the bytes `start` to `stop` equal the piece, else None."""
         if not self.is_named[self.pieces.shard[piece]]:
             return None
-        stop = start + int(self.pieces.length[piece])
         size = block_bytes(stop - start)
         first = digest(read(start, min(start + size, stop)))
         known = self.first_blocks[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]

@@ -85,11 +85,12 @@ def _tensors(planned: Tensors, reports: Sequence[RankReport], piece_first: I64) 
     """
     reported = [_tensor_numbers(planned.index, report) for report in reports]
     encodings = _check_encodings(planned, reports, reported)
+    pairs = list(zip(planned.kind.tolist(), encodings, strict=True))
     kinds: dict[TensorKind, int] = {}
-    kind_numbers = [
-        kinds.setdefault(replace(planned.kinds[kind], encoding=encoding), len(kinds))
-        for kind, encoding in zip(planned.kind.tolist(), encodings, strict=True)
-    ]
+    number_of = {
+        (kind, encoding): kinds.setdefault(replace(planned.kinds[kind], encoding=encoding), len(kinds))
+        for kind, encoding in dict.fromkeys(pairs)
+    }
     located = _locate(planned, reports, reported)
     for chunk in np.flatnonzero(located < 0).tolist():
         if all(planned.sizes_of(chunk)):
@@ -108,7 +109,7 @@ def _tensors(planned: Tensors, reports: Sequence[RankReport], piece_first: I64) 
         [*(report.chunk_piece_first + first for report, first in zip(reports, piece_first[:-1], strict=True)), none]
     )
     counts = piece_counts[located]
-    kind = np.array(kind_numbers, dtype=np.int64)
+    kind = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
     tensors = replace(planned, kinds=tuple(kinds), kind=kind, chunk_pieces=counts)
     return tensors, concat_ranges(chunk_piece_first[located], counts)
 

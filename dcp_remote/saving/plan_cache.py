@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -104,8 +105,11 @@ class RunPlanner(DefaultSavePlanner):
     def set_up_planner(self, state_dict: dict[str, Any] | FlatState, *args: Any, **options: Any) -> None:
         """Keep the values of a state, and its paths, among them those of empty dicts; take it apart if it is not."""
         flat = state_dict if isinstance(state_dict, FlatState) else flatten_state(state_dict)
+        # torch would visit all values of the flat dict twice more, to take nothing apart.
+        self.flatten_state_dict = False
+        self.flatten_sharded_tensors = any(isinstance(value, ShardedTensor) for value in flat.values.values())
         super().set_up_planner(flat.values, *args, **options)
-        self.mappings = flat.paths
+        self.flatten_state_dict, self.mappings = True, flat.paths
 
 
 def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:

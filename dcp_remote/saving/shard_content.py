@@ -60,18 +60,18 @@ def prepare_shard(pieces: Sequence[Piece[Source]]) -> Prepared[WrittenShard]:
             # Small views are joined later anyway; a copy made now cannot change between its digest and the joining.
             view, is_private = memoryview(bytes(view)), True  # noqa: PLW2901  # the given view must not be used again
         views.append(view)
-        blocks = block_digests(view, size_bytes=block_bytes(piece.length))
+        blocks = block_digests(view, size_bytes=block_bytes(len(view)))
         piece_digests.append(piece_digest(blocks))
         if not is_private:
             to_check.append((piece.item.name, view, piece_digests[-1]))
         first_blocks.append(blocks[:DIGEST_BYTES])
-        if table_entries(piece.length):
+        if len(blocks) > DIGEST_BYTES:
             tables.append(blocks)
     table = b"".join(tables)
     front = header([_header_entry(piece) for piece in pieces], table_length=len(table)) + table
-    lengths = np.array([piece.length for piece in pieces], dtype=np.int64)
+    lengths = np.array([len(view) for view in views], dtype=np.int64)
     starts = len(front) + group_offsets(lengths)
-    entries = np.array([table_entries(piece.length) for piece in pieces], dtype=np.int64)
+    entries = np.array([table_entries(len(view)) for view in views], dtype=np.int64)
 
     def written(key: str) -> WrittenShard:
         size, data_start, table_length = (

@@ -63,12 +63,10 @@ def lacks_memory(tensor: torch.Tensor) -> bool:
         return False
     if tensor._is_zerotensor():
         return True
-    last = (
-        tensor.numel() - 1
-        if tensor.is_contiguous()
-        else sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )
-    stop = tensor.storage_offset() + last + 1
+    span = tensor.numel()
+    if not tensor.is_contiguous():
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    stop = tensor.storage_offset() + span
     return stop * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from dcp_remote.errors import TransientStorageError
@@ -27,11 +27,14 @@ class Counts:
 
     def plus(self, more: Counts) -> Counts:
         """Return the sums of these counts and others."""
-        return Counts(*map(operator.add, astuple(self), astuple(more)))
+        return Counts(*map(operator.add, _values_of(self), _values_of(more)))
 
     def since(self, earlier: Counts) -> Counts:
         """Return the increase from earlier counts to these."""
-        return Counts(*map(operator.sub, astuple(self), astuple(earlier)))
+        return Counts(*map(operator.sub, _values_of(self), _values_of(earlier)))
+
+
+_values_of = operator.attrgetter(*(field.name for field in fields(Counts)))  # `astuple` takes ten times as long
 
 
 class _Tally(SharedState):

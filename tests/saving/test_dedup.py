@@ -624,6 +624,28 @@ def test_copies_of_a_planner_live_one_at_a_time(source: From) -> None:
     assert planners[2].most <= 2
 
 
+class Counting(DefaultSavePlanner):
+    """Planner that counts how often it resolves a tensor."""
+
+    resolved = 0
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self.resolved += 1
+        return super().resolve_data(write_item)
+
+
+@BOTH
+def test_tensors_of_the_state_are_resolved_once(source: From) -> None:
+    """Compare tensors and send them, as all but one have changed: each is resolved for both, and no copy is kept."""
+    state = {"m": {str(n): noise(1000, number=n) for n in range(9)}, "o": {"w": noise(1000, number=9)}}
+    run, planner = Run(), Counting()
+    run.save([state])
+    for value in state["m"].values():
+        value.neg_()
+    assert run.save([state], source, planner=lambda: planner).reused_bytes == state["o"]["w"].nbytes
+    assert planner.resolved == 10
+
+
 @BOTH
 def test_what_is_named_is_not_much_more_than_the_state(source: From) -> None:
     """The shards that a checkpoint names hold little more than its state, of which ever more stops changing.
@@ -794,7 +816,7 @@ def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
 
 
 def test_comparing_ends_with_the_save() -> None:
-    """The deadline is checked before each tensor and after each piece, although nothing is put."""
+    """The deadline is checked after each piece, although nothing is put."""
     run, tensor = one_tensor(4 * MiB, shard_bytes_max=MiB)
     now_seconds = [0.0]
 

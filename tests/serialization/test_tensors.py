@@ -85,6 +85,17 @@ def test_a_contiguous_tensor_is_not_copied() -> None:
     assert tensor[0, 0] == 7
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_views_of_any_strides_of_single_elements(dtype: torch.dtype) -> None:
+    """View tensors whose dimensions of one element have strides of any size, a number, and one without elements."""
+    flat = torch.arange(24).to(dtype)
+    for sizes, strides in [((4, 1, 6), (6, 7, 1)), ((1, 24), (99, 1)), ((24, 1), (1, 99)), ((), ()), ((0, 3), (3, 1))]:
+        tensor = flat.as_strided(sizes, strides)
+        expected = flat.view(torch.uint8).numpy().tobytes()[: tensor.nbytes]
+        assert byte_view(tensor).tobytes() == expected
+        assert byte_view(tensor).format == "B"
+
+
 def test_the_view_of_a_tensor_keeps_it() -> None:
     """Delete the tensor, which has a gradient: the view still holds its memory."""
     tensor = torch.nn.Parameter(torch.full((3, 5), 2.0))

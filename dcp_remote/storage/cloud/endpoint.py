@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -17,14 +18,27 @@ from urllib.request import getproxies, proxy_bypass
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import ProfileNotFound
-from botocore.loaders import create_loader
+from botocore.loaders import Loader, create_loader
 from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 
-# Shared by all sessions of the process, since a loader keeps the models that it has read.
-_get_models = functools.cache(create_loader)
+
+@functools.cache
+def _get_models(search_path: str | None) -> Loader:
+    """Return the loader that all sessions of the process share, since a loader keeps the models that it has read.
+
+    To know whether there is a service, botocore looks into the folders of all 430, twice; here it lists their names.
+    """
+    models = create_loader(search_path)
+
+    def list_services(_type_name: str) -> list[str]:
+        folders = [folder for folder in map(Path, models.search_paths) if folder.is_dir()]
+        return sorted({service.name for folder in folders for service in folder.iterdir()})
+
+    models.list_available_services = list_services  # type: ignore[method-assign, assignment]  # of one loader
+    return models
 
 
 @dataclass(frozen=True, slots=True)
