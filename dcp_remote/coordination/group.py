@@ -274,7 +274,8 @@ class RankGroup:
             return False
         self._member.return_client(client)
         if self.is_coordinator:
-            self._member.note_answers(self._number, [key])
+            # As of the next operation: if this rank closes before, others may still have to read the answer.
+            self._member.note_answers(self._number + 1, [key])
         return found == b"yes"
 
     def close(self, seconds: float = math.inf, *, is_missed: bool = False) -> None:
