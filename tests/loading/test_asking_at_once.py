@@ -51,8 +51,8 @@ class Cloud(RecordingStore):
     """Store under the URL of a cloud. Requests for the keys `together` are answered once all of them are under way."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryStore())
-        self.memory = self._store
+        self.memory = MemoryStore()
+        super().__init__(self.memory)
         self.place = f"s3://bucket/{uuid.uuid4().hex}"
         self.answer: Callable[[str], object] = lambda key: None
         self.expect()
