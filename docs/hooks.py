@@ -23,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 _README, _INDEX, _DOCS = "README.md", "index.md", "docs/"
 # A link or picture, up to its address; the address, without an anchor.
 _LINK = re.compile(r"(\]\()([^()\s#:]+)")
+# Code within a text, and in it an option or a name with a hyphen, after which browsers begin a new line.
+_CODE = re.compile(r"<code>[^<]*</code>")
+_HYPHENATED = re.compile(r"(?<![\w&/.-])(?:-{1,2}\w[\w-]{0,21}|\w{1,12}-\w{1,12}(?![\w/.-]))")
 
 # Behind the first paragraph of README on the site's front page.
 _FRONT = """![What lies in a bucket](images/bucket.svg)
@@ -68,6 +71,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         title, paragraph, rest = text.split("\n\n", 2)
         return f"{title}\n\n{paragraph}\n\n{_FRONT}\n\n{rest}"
     return text
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page whose code has no line break within an option or a name with a hyphen."""
+    return _CODE.sub(lambda code: _HYPHENATED.sub(r'<span class="whole">\g<0></span>', code[0]), html)
 
 
 def _site_path(path: str) -> str:

@@ -15,7 +15,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.text import format_count, human_bytes, join_some, shorten
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.format.catalog import Catalog, Entry
-from dcp_remote.run.deletions import Applied, Deletions, require_expendable
+from dcp_remote.run.deletions import Applied, Deletions, describe_unreadable, require_expendable
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.info import find_age_seconds
 from dcp_remote.run.lookup import find_entry
@@ -171,8 +171,7 @@ def prune(
 
     def apply(deletions: Deletions, deadline: Deadline) -> Applied:
         if damaged is not None:
-            reason = f"the manifest of step {damaged.step} cannot be read, so that retention deletes nothing"
-            return Applied(catalog, reason=f"{reason}: {usage.unreadable[damaged]}")
+            return Applied(catalog, reason=describe_unreadable(damaged, usage.unreadable[damaged]))
         return deletions.apply(retention, deadline=deadline, planned=(catalog, decision))
 
     listed = {"retire": [build_entry(entry) for entry in retire], "thin": [build_entry(entry) for entry in thin]}
@@ -209,7 +208,7 @@ def _find_steps(catalog: Catalog, steps: Sequence[int | str], *, url: str) -> tu
 def say_unreadable(out: Output, usage: Usage) -> None:
     """Print which manifests cannot be read, so that the bytes of their shards are not known."""
     for entry, error in usage.unreadable.items():
-        out.say(f"the manifest of step {entry.step} cannot be read, so that bytes are not known: {error.message}")
+        out.say(describe_unreadable(entry, error.message, "bytes are not known"))
 
 
 def _carry_out(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dcp_remote.cli.arguments import StorageOptions, Url, name_options
-from dcp_remote.cli.output import Output
+from dcp_remote.cli.output import Output, complain
 from dcp_remote.common.provenance import software_versions
 from dcp_remote.common.text import join_some
 from dcp_remote.storage import open_store
@@ -58,41 +59,42 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
         return _check_ranks(out, probes, checks, parsed.scheme)
 
     out.say(f"{probes.url}: objects below this URL are written, read and deleted")
-    found: list[dict[str, Any]] = []
     try:
-        for row in _make_rows(checks):
-            found.append(row)
-            out.say(_format_row(row))
+        found = _say_rows(out, _make_rows(checks))
     finally:
         probes.clean()
     return _end(out, found, parsed.scheme)
 
 
 def _check_ranks(out: Output, probes: StoreChecks, checks: Sequence[Check], scheme: Scheme) -> bool:
-    """Make the checks on this rank, and on rank 0 print those of all ranks; return there whether one has failed."""
+    """Make the checks on this rank, and on rank 0 print those of all; return whether the exit code tells a failure."""
+    signal.signal(signal.SIGTERM, _end_by_torchrun)
     # Imported here, since it imports torch.
     from dcp_remote.manager.rank_checks import exchange_reports
 
     versions = ", ".join(f"{name} {number}" for name, number in software_versions().items())
     # First, since a check that blocks those behind it says nothing of the software.
     own = [Check("software", lambda: Finding("ok", versions)), *checks]
-    reports: list[dict[str, Any]] = []
+    rank, host, reports = int(os.environ["RANK"]), socket.gethostname(), list[dict[str, Any]]()
 
     def exchange() -> Finding:
         reports[:] = exchange_reports(reports[0])
         return Finding("ok", f"all {len(reports)} ranks have come")
 
     try:
-        reports.append({"host": socket.gethostname(), "checks": [*_make_rows(own)]})
+        reports.append({"host": host, "checks": [*_make_rows(own)]})
         found = [*_make_rows([Check("ranks", exchange)])]
     finally:
         probes.clean()  # not before: it removes new folders, in which other ranks may still write
-    is_first = os.environ["RANK"] == "0"
-    found += merge_reports(reports, int(os.environ["WORLD_SIZE"])) if is_first else []
-    for row in found:
-        if is_first or row["state"] != "ok":
-            out.say(_format_row(row))
-    return is_first and _end(out, found, scheme)
+    if rank == 0:  # torchrun ends it once another rank of its host has failed
+        return _end(out, _say_rows(out, [*found, *merge_reports(reports, int(os.environ["WORLD_SIZE"]))]), scheme)
+    shown = [{**row, "ranks": [rank], "hosts": [host]} for row in found if row["state"] != "ok"]
+    return bool(_say_rows(out, shown)) and os.environ.get("GROUP_RANK", "0") != "0"
+
+
+def _end_by_torchrun(number: int, _: object) -> None:
+    complain(f"dcp-remote: rank {os.environ['RANK']} was ended by SIGTERM, as torchrun does once another rank failed")
+    raise SystemExit(128 + number)
 
 
 def merge_reports(reports: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
@@ -127,6 +129,21 @@ def _make_rows(checks: Sequence[Check]) -> Iterator[dict[str, Any]]:
         # Errors name Python's arguments, and quote what a user or a server wrote.
         fact, cure = (redact(name_options(text, doctor), ()) for text in (finding.fact, finding.cure))
         yield {"name": name, "state": finding.state, "fact": fact, "cure": cure}
+
+
+def _say_rows(out: Output, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print a line for each row as it comes, then one for all checks skipped for one reason; return the rows."""
+    found, skipped = list[dict[str, Any]](), dict[object, list[dict[str, Any]]]()
+    for row in rows:
+        found.append(row)
+        if row["state"] == "skip":
+            skipped.setdefault((row["fact"], str(row.get("ranks"))), []).append(row)
+        else:
+            out.say(_format_row(row))
+    for same in skipped.values():
+        names = f"{same[0]['fact']}: {', '.join(row['name'] for row in same)}"
+        out.say(_format_row(same[0] | ({"name": f"{len(same)} checks", "fact": names} if len(same) > 1 else {})))
+    return found
 
 
 def _format_row(row: Mapping[str, Any]) -> str:

@@ -61,12 +61,12 @@ class Run:
     Every method takes a step (an integer) or a name (a text) where it takes `step`; "latest" and "last" mean the newest
     checkpoint. All raise:
 
-        CorruptCheckpointError: The catalog or a manifest is damaged; or the catalog is lost: `dcp-remote recover`.
-        UnsupportedFormatError: A newer version of dcp_remote wrote the run.
-        InvalidArgumentError: An argument is wrong; or a checkpoint by itself lies at this URL.
-        CheckpointNotFoundError: There is no checkpoint of this step or name; `BucketNotFoundError` if there is no such
-            bucket.
-        StorageError: The store refused, or did not answer for `timeout_seconds`.
+    - `CorruptCheckpointError`: The catalog or a manifest is damaged; or the catalog is lost: `dcp-remote recover`.
+    - `UnsupportedFormatError`: A newer version of dcp_remote wrote the run.
+    - `InvalidArgumentError`: An argument is wrong; or a checkpoint by itself lies at this URL.
+    - `CheckpointNotFoundError`: There is no checkpoint of this step or name; `BucketNotFoundError` if there is no such
+      bucket.
+    - `StorageError`: The store refused, or did not answer for `timeout_seconds`.
 
     Args:
         store: Store opened at the run.

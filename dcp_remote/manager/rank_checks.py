@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,11 +41,18 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun hosts it, else rank 0
-    limit = timedelta(seconds=arrival_seconds)
+    is_host, limit = rank == 0 and not is_agents, timedelta(seconds=arrival_seconds)
     try:
-        if is_agents:  # listens already; torch reports a refusal with its own stack
-            socket.create_connection((host, port), timeout=_STORE_SECONDS).close()
-        store = dist.TCPStore(host, port, is_master=rank == 0 and not is_agents, timeout=limit, wait_for_workers=False)
+        end_seconds = time.monotonic() + (0.0 if is_agents else arrival_seconds)  # that of torchrun listens already
+        while not is_host:  # torch tries for minutes, and reports its own stack
+            try:
+                socket.create_connection((host, port), timeout=_STORE_SECONDS).close()
+                break
+            except OSError:
+                if time.monotonic() >= end_seconds:
+                    raise
+            time.sleep(1)
+        store = dist.TCPStore(host, port, is_master=is_host, timeout=limit, wait_for_workers=False)
     except (OSError, dist.DistError) as error:
         raise StorageError(
             f"the key-value store of the job, {host} port {port}, does not answer {socket.gethostname()}. Let this "
@@ -54,7 +62,7 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
     prefix = f"dcp_remote/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     group = RankGroup(rank, world_size, dist.PrefixStore(prefix, store))
     terms = Terms(StorageError, StorageError, seconds=2 * arrival_seconds, arrival_seconds=arrival_seconds)
-    collective = group.prepare("the checks", terms)
+    collective = group.prepare("`dcp-remote doctor`", terms)
     group.begin(collective)
     try:
         with collective, listen_on_tcp(host_towards(host), None) as listening:
@@ -62,8 +70,9 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
             report["checks"].append({"name": "rank sockets", **check_sockets(rank, addresses)._asdict()})
             return collective.gather(report, list)
     except StorageError as error:  # whose advice is for saves
-        advice = "Look at the output of these ranks, and whether their hosts run."
-        raise StorageError(f"{error.what.partition('. ')[0]}. {advice}") from error
+        node = f"rank N is on node N // {os.environ.get('LOCAL_WORLD_SIZE', '1')} of torchrun"
+        advice = f"Look at the output of these ranks, and whether their hosts run; {node}."
+        raise StorageError(f"{error.what.partition('. ')[0].rstrip('.')}. {advice}") from error
     finally:
         group.close(_STORE_SECONDS)
 

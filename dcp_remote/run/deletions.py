@@ -65,6 +65,11 @@ class Applied:
     reason: str | None = None  # why not everything was done; None if it was
 
 
+def describe_unreadable(entry: Entry, error: object, consequence: str = "retention deletes nothing") -> str:
+    """Return that the manifest of a checkpoint cannot be read, what follows, and the error."""
+    return f"the manifest of step {entry.step} cannot be read, so that {consequence}: {error}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Thin:
     """Thinned manifest, ready to be put."""
@@ -237,7 +242,7 @@ class Deletions:
         unreadable |= self.named.read(self._store, known, deadline)
         damaged = {entry.step for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)}
         if not explicit and not damaged.issubset(decision.retire):
-            return Applied(now, reason=self._tell(unreadable, "retention deletes nothing"))
+            return Applied(now, reason=self._tell(unreadable))
         if not decision.retire and not ready:
             return Applied(now)
         for replaced, thin in ready.items():
@@ -343,10 +348,9 @@ class Deletions:
         unreadable |= unreadable_live
         return self._tell(unreadable, "shards that it may name are left to gc") if unreadable else None
 
-    def _tell(self, unreadable: Mapping[Entry, DcpRemoteError], consequence: str) -> str:
+    def _tell(self, unreadable: Mapping[Entry, DcpRemoteError], *consequence: str) -> str:
         """Return the reason why manifests cannot be read and what follows; log it once for each checkpoint."""
-        entry, error = next(iter(unreadable.items()))
-        reason = f"the manifest of step {entry.step} cannot be read, so that {consequence}: {error}"
+        reason = describe_unreadable(*next(iter(unreadable.items())), *consequence)
         new = {entry.manifest for entry in unreadable} - self._told
         if new:
             self._told |= new

@@ -7,11 +7,13 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -363,6 +365,7 @@ def test_wrong_credentials(examine: Examine, bucket: str, monkeypatch: pytest.Mo
     [
         ("InvalidAccessKeyId", "The store does not know this access key (InvalidAccessKeyId). Correct"),
         ("SignatureDoesNotMatch", "The secret key is not that of the access key (SignatureDoesNotMatch). Correct"),
+        ("RequestTimeTooSkewed", "The clock of this machine is wrong (RequestTimeTooSkewed). Set it (NTP)."),
     ],
 )
 def test_credentials_that_only_signed_headers_show_as_wrong(
@@ -528,7 +531,57 @@ def test_a_bucket_under_torchrun(bucket: str) -> None:
     assert keys_of(bucket) == []
 
 
+def test_a_rank_that_torchrun_ends(tmp_path: Path) -> None:
+    """Send SIGTERM to a rank that waits for another one, as torchrun does: it says so, and no folder is left."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    program = "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "doctor", str(tmp_path / "run")]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as rank:
+        try:
+            while rank.poll() is None:
+                with suppress(ConnectionRefusedError):  # until its checks are made, and it waits for rank 1
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                time.sleep(0.05)
+            rank.terminate()
+            _, said = rank.communicate(timeout=100)
+        finally:
+            rank.kill()
+    assert rank.returncode == 128 + signal.SIGTERM
+    assert "dcp-remote: rank 0 was ended by SIGTERM, as torchrun does once another rank failed" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("node", "code"), [("0", 0), ("1", 1)])
+def test_a_rank_that_does_not_meet_the_others(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, code: int
+) -> None:
+    """Find no store of torchrun: the exit code says so, except beside rank 0, whose report torchrun would end."""
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**ranks, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    (line,) = cli.run("doctor", tmp_path, code=code).lines
+    name = f"rank 3 ({socket.gethostname()})"
+    assert line.startswith(f"fail  ranks               {name}: the key-value store of the job, 127.0.0.1 port 1, does")
+
+
 # ---- the report
+
+
+def test_checks_that_one_failure_skips_are_one_line(cli: CommandLine, bucket: str) -> None:
+    """Ask a server that is not there: checks behind it are counted and named, each with its row in the document."""
+    arguments = ["doctor", "s3://bucket/run", "--endpoint-url", "http://127.0.0.1:1"]
+    lines = cli.run(*arguments, code=1).lines
+    names = ["clock", "credentials", "bucket", *RULES, *STORE]
+    said = f"skip  12 checks           not checked, since endpoint failed: {', '.join(names)}"
+    assert [line for line in lines if line.startswith("skip")] == [said]
+    assert lines[-1] == "1 of 17 checks failed"
+    assert Report(cli.run(*arguments, "--json", code=1).out).named("skip") == names
 
 
 def test_the_page_shows_this_report(cli: CommandLine, bucket: str, s3_server: S3Server) -> None:

@@ -15,7 +15,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     """Return a free port, and make this process rank 0 of 2, whose key-value store is there."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
-    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 8, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -24,9 +24,23 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.usefixtures("port")
 def test_a_rank_that_never_comes() -> None:
-    """Begin as one of two ranks: the other is named, in time."""
-    with pytest.raises(StorageError, match=r"^Rank 1 has not called the checks within 1 s of rank 0.*\. Look at "):
+    """Begin as one of two ranks: the other is named, in time, and the node of torchrun that starts it."""
+    with pytest.raises(
+        StorageError, match=r"^Rank 1 has not called `dcp-remote doctor` within 1 s of rank 0"
+    ) as caught:
         exchange_reports({"checks": []}, arrival_seconds=1)
+    assert "it was given up. Look at the output of these ranks" in caught.value.what
+    assert "rank N is on node N // 8 of torchrun" in caught.value.what
+
+
+def test_a_rank_0_that_never_comes(
+    port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Begin as rank 1, where rank 0 hosts the store: the store is named, without a stack of torch's."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(StorageError, match=rf"key-value store of the job, 127\.0\.0\.1 port {port}, .* MASTER_ADDR"):
+        exchange_reports({"checks": []}, arrival_seconds=1)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_store_that_does_not_answer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,9 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
 
 # Advice by S3's error code for refused credentials. The codes are part of S3's interface.
 ADVICE = {
-    "RequestTimeTooSkewed": "The clock of this machine is wrong: set it (NTP).",
-    "ExpiredToken": "The temporary credentials have expired: renew them (for SSO: `aws sso login`).",
-    "TokenRefreshRequired": "The temporary credentials have expired: renew them.",
+    "RequestTimeTooSkewed": "The clock of this machine is wrong. Set it (NTP).",
+    "ExpiredToken": "The temporary credentials have expired. Renew them (for SSO: `aws sso login`).",
+    "TokenRefreshRequired": "The temporary credentials have expired. Renew them.",
     "InvalidToken": "The session token does not belong to these keys.",
     "InvalidAccessKeyId": "The store does not know this access key.",
     "SignatureDoesNotMatch": "The secret key is not that of the access key.",

@@ -121,3 +121,8 @@ def test_a_secret_that_contains_the_key() -> None:
     """The key `minio` and the secret `minio-secret`, also encoded, in either order."""
     for secrets in (["minio", "minio-secret"], ["minio-secret", "minio"]):
         assert redact("minio-secret, minio%2Dsecret and minio", secrets) == "…, … and …"
+
+
+def test_a_secret_of_few_letters_is_kept() -> None:
+    """A test's secret of up to three letters would take these out of each word of the message."""
+    assert redact("a bucket of abcd", ["a", "abc", "abcd"]) == "a bucket of …"
