@@ -82,10 +82,11 @@ def import_checkpoint(
     checkpoint has no name. This call takes the fence: a training that saves to the run meanwhile is refused by
     `FencedError`. Steps are imported in ascending order; steps that are there stay.
 
-    Costs: one GET per 8 MiB of a tensor, per small tensor, and per object; two to five more per chunk of torch's
-    that is larger than 8 MiB, and one more per tensor of torch.save above 1 MiB; a HEAD per file at the end; the
-    requests of a save. The verification reads the new checkpoint once, in ranges of 8 MiB, and compares each tensor
-    with a digest of what was read from the source, and objects with the digests that the save made.
+    Costs: one GET per 8 MiB of a tensor, and per 8 MiB of small tensors or objects that lie together in a file; two to
+    five more per chunk of torch's that is larger than 8 MiB, and one more per tensor of torch.save above 1 MiB; a HEAD
+    per file at the end; the requests of a save. The verification reads the new checkpoint once, in ranges of 8 MiB, and
+    compares each tensor with a digest of what was read from the source, and objects with the digests that the save
+    made.
 
     Holds `memory_budget_bytes`. On top come objects and small files, tensors and chunks in torch's files that are not
     contiguous (one at a time, twice), and sparse and quantized tensors of torch's checkpoints. The C library may keep

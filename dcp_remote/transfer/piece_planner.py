@@ -51,7 +51,8 @@ class Together(Generic[K]):
             return self._read([key])[0]
         if key not in self._kept:
             chosen, total_bytes = [], 0
-            for other in self._small[place:]:
+            for number in range(place, len(self._small)):
+                other = self._small[number]
                 total_bytes += self._sizes[other]
                 if total_bytes > self._bytes_max:
                     break

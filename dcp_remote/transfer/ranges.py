@@ -24,6 +24,9 @@ from dcp_remote.storage.url import check_key
 
 _THREADS = 16
 
+# Bytes between two ranges that are read with them, such as the header of a record in a zip.
+_GAP_BYTES_MAX = 4 * KiB
+
 # Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
 _BLOCK_BYTES = 64 * KiB
 _BLOCKS_MAX = 64
@@ -78,16 +81,21 @@ class RangeReader:
                     )
 
     def read(self, ranges: Sequence[FileRange]) -> list[memoryview]:
-        """Return the bytes of ranges, which are held at once; one GET per 8 MiB, up to 16 at a time."""
+        """Return the bytes of ranges, which are held at once; one GET per 8 MiB, up to 16 at a time.
+
+        Neighbors are read by one GET, and their bytes are kept together.
+        """
         self._read.update(one.file for one in ranges)
+        merged, places = _merge_neighbors(ranges)
         try:
-            found = [memoryview(np.empty(one.length, dtype=np.uint8)) for one in ranges]  # type: ignore[arg-type]  # a buffer
+            read = [memoryview(np.empty(one.length, dtype=np.uint8)) for one in merged]  # type: ignore[arg-type]  # a buffer
         except MemoryError as error:
             raise InvalidArgumentError(
                 "A part of the source does not fit into the memory of this process.",
                 url=self.store.url,
-                bytes=sum(one.length for one in ranges),
+                bytes=sum(one.length for one in merged),
             ) from error
+        found = [read[n][start : start + one.length] for one, (n, start) in zip(ranges, places, strict=True)]
         fetches = [
             Fetch(
                 one.file,
@@ -97,7 +105,7 @@ class RangeReader:
                 _none,
                 None,
             )
-            for one, data in zip(ranges, found, strict=True)
+            for one, data in zip(merged, read, strict=True)
             for at in range(0, one.length, RANGE_BYTES_MAX)
         ]
         if len(fetches) == 1 and fetches[0].into is not None:  # without a thread
@@ -159,6 +167,22 @@ class RangeFile(io.RawIOBase):
         view[:count] = block[begin : begin + count]
         self._position += count
         return count
+
+
+def _merge_neighbors(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[tuple[int, int]]]:
+    """Return the ranges with neighbors merged, up to 8 MiB; and for each given one, which holds it and where."""
+    merged: list[FileRange] = []
+    places = [(0, 0)] * len(ranges)
+    for number, one in sorted(enumerate(ranges), key=lambda item: (item[1].file, item[1].start)):
+        last = merged[-1] if merged else FileRange("", 0, 0)
+        length = max(last.length, one.start + one.length - last.start)
+        is_close = one.start <= last.start + last.length + _GAP_BYTES_MAX and length <= RANGE_BYTES_MAX
+        if one.length and last.length and one.file == last.file and is_close:
+            merged[-1] = FileRange(one.file, last.start, length)
+        else:
+            merged.append(one)
+        places[number] = len(merged) - 1, one.start - merged[-1].start
+    return merged, places
 
 
 def _none(_data: memoryview) -> bytes:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, is_dataclass
 from typing import IO, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
@@ -29,6 +28,9 @@ _NAME_CHARACTERS_MAX, _NAME_CHARACTERS_PER_BYTE_MAX = 1 * MiB, 16
 
 # Alignment of storages, in bytes; torch divides by it, and writes 64.
 _ALIGNMENT_MAX = 1 * MiB
+
+# Offset from which a zip's numbers take 8 bytes.
+_ZIP32_MAX = 2**32 - 1
 
 # Storages whose places are read, and not only computed from the directory: a GET of a block for each.
 _SMALL_BYTES_MAX = 1 * MiB
@@ -49,26 +51,28 @@ class Layout:
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB.
 
-    The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and then by torch's
-    restricted unpickler, which in torch's mode of fake tensors reads no storage, and tells their places. Refused are
-    objects that need code, tensors that torch cannot load without memory, compressed records, another byte order, and
-    what `require_walkable` refuses.
+    The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and know their places.
+    Refused are objects that need code, tensors that torch cannot load without memory, compressed records, another byte
+    order, and what `require_walkable` refuses.
     """
     details = {"url": reader.store.url, "file": span.file}
     try:
         with io.BufferedReader(RangeFile(reader, span)) as stream:
-            found = _list_records(stream, span.length, details)
+            found, end = _list_records(stream, span.length, details)
             stream.seek(0)
             records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
-            sizes = _find_storages(records, found, details)
+            starts = _find_storages(records, found, end, details)
             program = records.get_record("data.pkl")
             record_bytes = {one.filename.partition("/")[2]: one.file_size for one in found}
-            unpickle(program, record_bytes, lambda _, size_bytes, __: torch.UntypedStorage(size_bytes, device="meta"))
-            stream.seek(0)
-            with FakeTensorMode():
-                value = torch.load(stream, map_location="cpu", weights_only=True)
+
+            def make_storage(name: str, size_bytes: int, _: torch.dtype) -> torch.UntypedStorage:
+                storage = torch.UntypedStorage(size_bytes, device="meta")
+                storage._checkpoint_offset = starts.get(name)
+                return storage
+
+            value = unpickle(program, record_bytes, make_storage)
             require_walkable(value, len(program), **details)
-            return Layout(value, span, sizes, details)
+            return Layout(value, span, {start: record_bytes[name] for name, start in starts.items()}, details)
     except (DcpRemoteError, MemoryError):
         raise
     except UnsafeStreamError as error:
@@ -85,7 +89,7 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
             type=error.type_names[0],
             cause=error,
         ) from error
-    except (NotImplementedError, UnsupportedOperatorException, AssertionError) as error:  # asserted for nested tensors
+    except NotImplementedError as error:
         raise InvalidArgumentError(
             f"A file of torch.save has a tensor that is no plain one, such as a quantized one. {_INSTEAD}", **details
         ) from error
@@ -99,10 +103,13 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
         ) from error
 
 
-def _list_records(stream: IO[bytes], length: int, details: Mapping[str, Any]) -> list[zipfile.ZipInfo]:
-    """Return the records of a zip, before torch reads any: a compressed one of a kilobyte may become a gigabyte."""
+def _list_records(stream: IO[bytes], length: int, details: Mapping[str, Any]) -> tuple[list[zipfile.ZipInfo], int]:
+    """Return the records of a zip, and where they end, before torch reads any.
+
+    A compressed record of a kilobyte may become a gigabyte.
+    """
     with zipfile.ZipFile(stream) as archive:
-        found = archive.infolist()
+        found, end = archive.infolist(), archive.start_dir
     if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in found):
         raise InvalidArgumentError(
             f"A file has compressed records, as TorchScript and other tools than torch.save pack them. {_INSTEAD}",
@@ -110,31 +117,38 @@ def _list_records(stream: IO[bytes], length: int, details: Mapping[str, Any]) ->
         )
     if sum(one.file_size for one in found) > length:
         raise ValueError("records overlap")
-    return found
+    if len({one.filename.partition("/")[2] for one in found}) < len(found):
+        raise ValueError("two records have the same name")
+    return found, end
 
 
-def _find_storages(records: Any, found: Sequence[zipfile.ZipInfo], details: Mapping[str, Any]) -> dict[int, int]:
-    """Return the sizes of the storages in a stream by their first bytes."""
+def _find_storages(
+    records: Any, found: Sequence[zipfile.ZipInfo], end: int, details: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the first bytes of the storages in a stream, by name; of those that torch has packed."""
     order = records.get_record("byteorder") if records.has_record("byteorder") else None
     if order in {b"little", b"big"} - {sys.byteorder.encode()}:
-        # torch would swap the bytes of tensors that have no memory, and crash the process.
         raise InvalidArgumentError(
             f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
         )
     alignment = int(records.get_record(".storage_alignment")) if records.has_record(".storage_alignment") else None
     if alignment is not None and (not 0 < alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1)):
         raise ValueError(f"an alignment of {alignment} bytes")
-    # By its first bytes, where torch.load finds a storage without reading it.
-    sizes: dict[int, int] = {}
-    for one in found:
+    starts: dict[str, int] = {}
+    ordered = sorted(found, key=lambda one: one.header_offset)
+    for one, after in zip(ordered, (*(one.header_offset for one in ordered[1:]), end), strict=True):
         if "/data/" not in one.filename:
             continue
         name, size_bytes = one.filename.partition("/")[2], one.file_size
         if alignment is None or size_bytes > _SMALL_BYTES_MAX:
-            sizes[records.get_record_offset(name)] = size_bytes
-        else:
-            sizes[records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)] = size_bytes
-    return sizes
+            starts[name] = records.get_record_offset(name)
+            continue
+        start = records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)
+        # Another tool packs without torch's padding, or its descriptors behind the records: the place would be wrong.
+        descriptor_bytes = (24 if one.header_offset >= _ZIP32_MAX else 16) if size_bytes else 0
+        if start + size_bytes + descriptor_bytes == after:
+            starts[name] = start
+    return starts
 
 
 def require_walkable(value: object, stream_bytes: int, **details: object) -> None:
@@ -183,10 +197,10 @@ def find_stored(value: object, layout: Layout) -> StoredTensor | None:
 
     Refuses a tensor with elements outside its storage (damaged), or larger than a checkpoint can hold.
     """
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or value.is_nested:
         return None
     storage = value.untyped_storage()
-    start = getattr(storage, "_checkpoint_offset", None)  # set by torch.load, for readers like this one
+    start = storage._checkpoint_offset  # set by `load_layout`
     size_bytes = layout.sizes.get(start) if isinstance(start, int) else None
     if not isinstance(start, int) or size_bytes is None or value.is_conj() or value.is_neg():
         return None

@@ -214,5 +214,5 @@ def test_every_section_interleaves_its_groups() -> None:
 
 def test_quick_is_a_part_of_it() -> None:
     """One round of each, of the same clients, and never of the largest state."""
-    assert all(section.rounds == 1 and section.state == "medium" for section in QUICK.values())
+    assert all(section.rounds == 1 and section.state in {"medium", "fewer"} for section in QUICK.values())
     assert QUICK.keys() < FULL.keys()

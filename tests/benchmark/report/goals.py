@@ -13,6 +13,7 @@ from tests.benchmark.report.plan import (
     HTTP,
     LARGEST,
     LOADED_BY_RANKS,
+    MANY,
     OURS,
     PEERS,
     RAW,
@@ -50,7 +51,7 @@ class Goal:
 
 def goals(results: Results) -> list[Goal]:
     """Return the goals whose figures were measured."""
-    parts = (_speed, _cpu, _far, _busy, _blocked, _training, _amplification, _memory)
+    parts = (_speed, _cpu, _far, _busy, _blocked, _training, _amplification, _memory, _many)
     return [goal for part in parts for goal in part(results)]
 
 
@@ -156,3 +157,13 @@ def _memory(results: Results) -> Iterator[Goal]:
             if above is not None and size_bytes is not None:
                 what = f"memory above a state of {size_bytes / MiB / 1024:.1f} GiB in a {action}"
                 yield Goal(what=what, measured=above / MiB, at_most=_BUDGET_MIB, unit=" MiB")
+
+
+def _many(results: Results) -> Iterator[Goal]:
+    for action in ("save", "load"):
+        rows = results.select(MANY, OURS, action)
+        peer, above = wall_of_better_peer(results, MANY, action, 1), median(rows, lambda row: row.above_state_bytes)
+        yield from _goal(f"{MANY}: {action} faster than the better peer", peer, median(rows, wall), at_least=1.0)
+        if above is not None:
+            what = f"{MANY}: memory above the state in a {action}"
+            yield Goal(what=what, measured=above / MiB, at_most=_BUDGET_MIB, unit=" MiB")

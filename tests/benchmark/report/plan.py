@@ -69,6 +69,7 @@ class Section:
 HTTP, TLS = "http", "TLS"
 FAR, REFUSING = "100 ms, 50 MB/s a connection", "5 % of requests 503"
 DEFAULTS, CEPH, BUSY, TRAINING, RESHARDING, LARGEST = "defaults", "Ceph", "busy", "training", "resharding", "largest"
+MANY = "many small tensors"
 
 # Numbers of ranks that save and load a state.
 SAVED_BY_RANKS, LOADED_BY_RANKS = 8, (1, 2, 3, 5)
@@ -136,6 +137,7 @@ _SECTIONS = (
         rounds=1,  # the counts are the same in each
     ),
     Section(LARGEST, "largest", (_both(OURS, 1),), rounds=2, server_bytes=5 * GiB),
+    Section(MANY, "many", tuple(_both(client, 1) for client in (OURS, *PEERS)), rounds=3),
 )
 
 FULL = {section.name: section for section in _SECTIONS}
@@ -148,7 +150,8 @@ def _quick(section: Section) -> Section:
         for group in section.groups
         if (steps := tuple(step for step in group.steps if step.ranks in (1, 2)))
     )
-    return replace(section, state="medium", groups=groups, rounds=1, server_bytes=3 * GiB)
+    state = "fewer" if section.state == "many" else "medium"
+    return replace(section, state=state, groups=groups, rounds=1, server_bytes=3 * GiB)
 
 
 QUICK = {name: _quick(section) for name, section in FULL.items() if name not in {LARGEST, RESHARDING, CEPH}}

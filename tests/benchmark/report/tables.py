@@ -11,6 +11,7 @@ from tests.benchmark.report.plan import (
     BUSY,
     CEPH,
     LOADED_BY_RANKS,
+    MANY,
     OURS,
     RAW,
     RESHARDING,
@@ -207,6 +208,35 @@ def resharding_table(results: Results) -> str:
         rows.append((client, *(_one(one, _wire_bytes_per_byte, "{:.3f}") for one in found)))
     titles = ("bytes fetched / bytes needed", *(f"{SAVED_BY_RANKS} → {ranks} ranks" for ranks in LOADED_BY_RANKS))
     return "Sharded along dimension 0, counted by the server.\n\n" + _table(titles, rows)
+
+
+def many_table(results: Results) -> str:
+    """Return the table of a state of many small tensors, whose bytes cost nothing beside their number."""
+    found = [row for row in results.rows if row.section == MANY]
+    rows = []
+    for client in dict.fromkeys(row.client for row in found):
+        own, base = ([results.select(MANY, name, action) for action in ("save", "load")] for name in (client, OURS))
+        rows.append(
+            (
+                client,
+                *(_against(one, mine, wall) for one, mine in zip(own, base, strict=True)),
+                _pair(own, lambda row: row.cpu_seconds, "{:.2f}".format),
+                _pair(own, lambda row: row.above_state_bytes, lambda value: human_bytes(int(value))),
+                _pair(own, lambda row: row.requests, "{:.0f}".format),
+            )
+        )
+    titles = (
+        "client",
+        "save, s (× dcp_remote)",
+        "load, s (× dcp_remote)",
+        "CPU, s",
+        "memory above the state",
+        "requests",
+    )
+    told = (
+        f"A state of {human_bytes(max((row.state_bytes for row in found), default=0))}, of 4 to 1,024 bytes a tensor."
+    )
+    return f"{told}\n\n{_table(titles, rows)}"
 
 
 def failures(results: Results) -> str:
