@@ -126,7 +126,7 @@ def save_while_training(wrapper: str, url: str) -> tuple[Leaves, int]:
     """Train on before the thread of a save copies anything; return the state at the save, and the late copies."""
     model, optimizer, state = parts(wrapper, 1, steps=1)
     at_save = whole_state(model, optimizer)
-    stepped, copies = threading.Event(), []
+    stepped, copies = threading.Event(), list[Copy]()
     finish = LateCopies.finish
 
     def finish_late(late: LateCopies) -> None:

@@ -157,11 +157,11 @@ def one_row(model: nn.Module, _optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def through_a_view(model: nn.Module, _optimizer: Optimizer) -> None:
-    model[2].weight.view(-1)[5:6].zero_()  # type: ignore[index,operator,union-attr]
+    model[2].weight.view(-1)[5:6].zero_()
 
 
 def by_way_of_data(model: nn.Module, _optimizer: Optimizer) -> None:
-    model[2].weight.data.mul_(1.5)  # type: ignore[index,operator,union-attr]
+    model[2].weight.data.mul_(1.5)
 
 
 def moments(_model: nn.Module, optimizer: Optimizer) -> None:
@@ -232,7 +232,7 @@ def test_parameters_that_are_replaced(held_back: HeldBack) -> None:
         checkpoints.watch(optimizer)
         expected = clones(model, optimizer)
         checkpoints.save(1, {"model": model, "optim": optimizer})
-        model[0].weight = nn.Parameter(torch.zeros(256, 256))  # type: ignore[index,assignment]
+        model[0].weight = nn.Parameter(torch.zeros(256, 256))
         model[2].weight.data = torch.zeros(256, 256)  # type: ignore[index]
         optimizer.state.clear()
         gc.collect()
@@ -351,7 +351,7 @@ def test_two_managers_and_a_closed_one(held_back: HeldBack) -> None:
         train(model, optimizer)
         two.before_update()
     assert all(equal(load(store), expected) for store in stores)
-    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 class Wrapper(Optimizer):
@@ -365,7 +365,7 @@ def test_watch_takes_optimizers_and_wrappers_of_them() -> None:
     _, optimizer = trained()
     with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
         checkpoints.watch(Wrapper(optimizer))
-        assert len(optimizer._optimizer_step_pre_hooks) == 1  # type: ignore[attr-defined]
+        assert len(optimizer._optimizer_step_pre_hooks) == 1
         for wrong in (nn.Linear(1, 1), Wrapper(None)):  # type: ignore[arg-type]
             with pytest.raises(InvalidArgumentError, match=r"before_update\(\)"):
                 checkpoints.watch(wrong)  # type: ignore[arg-type]
