@@ -157,11 +157,11 @@ def one_row(model: nn.Module, _optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def through_a_view(model: nn.Module, _optimizer: Optimizer) -> None:
-    model[2].weight.view(-1)[5:6].zero_()
+    model[2].weight.view(-1)[5:6].zero_()  # type: ignore[index]
 
 
 def by_way_of_data(model: nn.Module, _optimizer: Optimizer) -> None:
-    model[2].weight.data.mul_(1.5)
+    model[2].weight.data.mul_(1.5)  # type: ignore[index]
 
 
 def moments(_model: nn.Module, optimizer: Optimizer) -> None:
@@ -232,7 +232,7 @@ def test_parameters_that_are_replaced(held_back: HeldBack) -> None:
         checkpoints.watch(optimizer)
         expected = clones(model, optimizer)
         checkpoints.save(1, {"model": model, "optim": optimizer})
-        model[0].weight = nn.Parameter(torch.zeros(256, 256))
+        model[0].weight = nn.Parameter(torch.zeros(256, 256))  # type: ignore[index]
         model[2].weight.data = torch.zeros(256, 256)  # type: ignore[index]
         optimizer.state.clear()
         gc.collect()
