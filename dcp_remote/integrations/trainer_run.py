@@ -39,8 +39,10 @@ _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_p
 
 # Packages whose code changes no weights between a save and the next step of the optimizer, and the events there.
 _OWN_PACKAGES = frozenset({"abc", "builtins", "torch", "transformers", "peft", "dcp_remote"})
-_EVENTS_BEFORE_STEP = ("on_save", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end")
-_EVENTS_BEFORE_STEP += ("on_pre_optimizer_step", "on_evaluate", "on_prediction_step", "on_train_end")
+_EVENTS_BEFORE_STEP = (
+    *("on_save", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end"),
+    *("on_pre_optimizer_step", "on_evaluate", "on_prediction_step", "on_train_end"),
+)
 
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
 _TRUTH_VALUES = {"true": True, "false": False}

@@ -55,7 +55,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     assert killed.exit_codes == [-9] * world_size, killed.show()
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("checkpoint-2",)]
-    job: dict[str, Any] = {"url": url, "resume": True, "settings": {"overlap": True}}
+    job = {"url": url, "resume": True, "settings": {"overlap": True}}
     look = {"url": url, "resume": f"{url}/checkpoint-4", "arguments": {"max_steps": 5, "save_strategy": "no"}}
     resumed = train(world_size, mode=mode, resumed={**job, "digest_at": [6]}, finished=job, looked=look)
     for before, after in zip(killed.reports, resumed.reports, strict=True):

@@ -241,13 +241,13 @@ def test_other_values_that_are_put_in_for_a_while_are_noticed(held_back: HeldBac
     with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
         checkpoints.watch(optimizer)
         checkpoints.save(1, {"model": model, "optim": optimizer})
-        trained_values = weight.detach().clone()  # type: ignore[operator,union-attr]
-        weight.data.zero_()  # type: ignore[operator,union-attr]
+        trained_values = weight.detach().clone()
+        weight.data.zero_()
         late = checkpoints._stager.late
         assert late is not None
         for key in list(late._waiting):
             late._make(key)
-        weight.data.copy_(trained_values)  # type: ignore[operator,union-attr]
+        weight.data.copy_(trained_values)
         held_back.release.set()
         with pytest.raises(SaveFailedError, match=r"tensor='(model\.2\.weight|optim\..*)'"):
             checkpoints.wait()
