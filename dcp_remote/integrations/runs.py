@@ -6,7 +6,7 @@ import difflib
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -193,6 +193,7 @@ def save_step(
     *,
     settings: Mapping[str, Any],
     owners: Mapping[str, Any],
+    watched: Iterable[Any] = (),
     **options: Any,
 ) -> bool:
     """Save a state by the manager of a run; a second save of the same state uploads nothing, and adds its name.
@@ -205,15 +206,27 @@ def save_step(
         make_state: Function that returns the state, called once all ranks have come.
         settings: Keyword arguments of `CheckpointManager`.
         owners: Objects whose state is saved, as for `can_repeat`.
+        watched: Optimizers for `CheckpointManager.watch`.
         options: Keyword arguments of `CheckpointManager.save`; without `wait` it returns when all ranks have copied
-            their state, so that a rank that fails before is heard of.
+            their state, or begun to, so that a rank that fails before is heard of.
     """
     exist_ok = not options.get("overwrite") and can_repeat(run_url, step, **owners)
     options["wait"] = options.get("wait") or "begun"
-    is_begun = manager_of(run_url, **settings).save(step, make_state, exist_ok=exist_ok, **options)
+    manager = manager_of(run_url, **settings)
+    for optimizer in watched:
+        manager.watch(optimizer)
+    is_begun = manager.save(step, make_state, exist_ok=exist_ok, **options)
     if is_begun:
         note_step(run_url, step, **owners)
     return is_begun
+
+
+def is_torchs(optimizer: object) -> bool:
+    """Return whether an optimizer is one of torch, which changes what it owns in its `step` alone.
+
+    Others may do so before the step, as schedule-free ones, or in the backward pass.
+    """
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def read_own(

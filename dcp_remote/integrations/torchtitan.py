@@ -23,7 +23,7 @@ from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_only
-from dcp_remote.integrations.runs import find_checkpoint, framework_words, storage_of
+from dcp_remote.integrations.runs import find_checkpoint, framework_words, is_torchs, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,10 @@ class RemoteCheckpointManager(CheckpointManager):
         """Save in the background, if this step is to be saved; return whether it is."""
         if not self._should_save(curr_step, last_step):
             return False
+        # torchtitan's trainer, which asks `maybe_wait_for_staging` before it changes the state; perhaps not a user's.
+        if type(self.states.get("train_state")).__module__.startswith("torchtitan."):
+            for optimizer in filter(is_torchs, self.states[OPTIMIZER]):
+                self._run.watch(optimizer)
         is_export = last_step and self.last_save_model_only
         state = self._export if is_export else lambda: self._named(self.states)
         # Awaited, since the last save must not be left out.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers import TrainerCallback
 
 from dcp_remote import CheckpointManager, Files, ModelState, Opaque, PerRank, RandomStates, is_remote
 from dcp_remote.common.temporary_folder import TemporaryFolder
@@ -35,6 +36,13 @@ FOLDER_PREFIX = "dcp_remote-trainer-"
 # Settings of the manager that are about saving, and do not apply to another run that is only read.
 _SAVING_SETTINGS = frozenset({"retention", "resumed_from", "start_over", "save_policy", "notice_seconds"})
 
+
+# Packages whose code changes no weights between a save and the next step of the optimizer, and the events there.
+_OWN_PACKAGES = frozenset({"abc", "builtins", "torch", "transformers", "peft", "dcp_remote"})
+_EVENTS_BEFORE_STEP = (
+    *("on_save", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end"),
+    *("on_pre_optimizer_step", "on_evaluate", "on_prediction_step", "on_train_end"),
+)
 
 # Texts that stand for a truth value: `--resume_from_checkpoint` of Transformers' programs is a text.
 _TRUTH_VALUES = {"true": True, "false": False}
@@ -81,6 +89,7 @@ class RemoteRun:
         saves_only_model: True to save models alone.
         saves_frozen_base: True to save the frozen base of a PEFT model.
         resumes: True to resume from the newest checkpoint unless `train` is told otherwise.
+        overlaps: True if saves return while the state is being copied; None if only where `_is_own_code` allows it.
 
     Attributes:
         url: URL of the run.
@@ -98,9 +107,10 @@ class RemoteRun:
         saves_only_model: bool,
         saves_frozen_base: bool,
         resumes: bool,
+        overlaps: bool | None,
     ) -> None:
         self.url = url
-        self._resumes = resumes
+        self._resumes, self._overlaps, self._has_overlapped = resumes, overlaps, False
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
         self._temporary = TemporaryFolder(FOLDER_PREFIX)
@@ -139,6 +149,7 @@ class RemoteRun:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
         # Not left out with when_busy="skip": the checkpoint that is loaded in the end, and the last one.
         is_needed = trainer.state.best_global_step == step or trainer.control.should_training_stop
+        overlaps = _can_overlap(trainer) and (_is_own_code(trainer) if self._overlaps is None else self._overlaps)
         # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
         runs.save_step(
             self.url,
@@ -146,13 +157,22 @@ class RemoteRun:
             lambda: self._collect(trainer, step, write_own_files),
             settings=self._settings,
             owners={"trainer": trainer},
+            watched=[unwrap_optimizer(trainer.optimizer)] if overlaps else [],
             name=f"checkpoint-{step}",
             metrics=metrics_of(trainer.state),
             wait=is_needed and self._settings.get("when_busy") == "skip",
         )
+        if not overlaps:
+            self.end_copies()
+        self._has_overlapped |= overlaps
         self._has_saved = True
         # A collective of torch, which would wait for ever for a rank that does not come to the save.
         trainer.store_flos()
+
+    def end_copies(self) -> None:
+        """Wait for the copies of the last save: other code than the optimizer's step may change the state now."""
+        if self._has_overlapped:
+            self.manager.before_update()
 
     def _collect(self, trainer: Any, step: int, write_own_files: Callable[[], None]) -> dict[str, Any]:
         folder = self.folder / f"checkpoint-{step}"
@@ -350,6 +370,31 @@ class RemoteRun:
                 url=self.url,
                 newest=found if found >= 0 else None,
             )
+
+
+def _can_overlap(trainer: Any) -> bool:
+    """Return whether the optimizer's `step` alone changes what it owns.
+
+    FSDP1 replaces and writes back the memory of parameters in other places, engines of DeepSpeed update parameters by
+    themselves, and a training that begins again with a smaller batch has another optimizer.
+    """
+    is_fsdp1 = any(type(module).__name__ == "FullyShardedDataParallel" for module in trainer.model_wrapped.modules())
+    is_other = is_fsdp1 or trainer.is_deepspeed_enabled or trainer.args.auto_find_batch_size
+    return runs.is_torchs(unwrap_optimizer(trainer.optimizer)) and not is_other
+
+
+def _is_own_code(trainer: Any) -> bool:
+    """Return whether all that runs between a save and the next step of the optimizer is code of Transformers.
+
+    Users' code may change weights there: averages that are put in for an evaluation, adversarial perturbations, a
+    callback that merges adapters.
+    """
+    kinds = {type(trainer), *map(type, trainer.model.modules())}
+    for kind in map(type, trainer.callback_handler.callbacks):
+        if any(getattr(kind, name) is not getattr(TrainerCallback, name) for name in _EVENTS_BEFORE_STEP):
+            kinds.add(kind)
+    bases = {base for kind in kinds for base in kind.__mro__}
+    return all(base.__module__.partition(".")[0] in _OWN_PACKAGES for base in bases)
 
 
 def _global_batch(trainer: Any) -> int:

@@ -42,6 +42,7 @@ def remote(
     resume: bool = False,
     save_only_model: bool | None = None,
     save_frozen_base: bool = False,
+    overlap: bool | None = None,
     **settings: Any,
 ) -> TrainerT:
     """Make a trainer save its checkpoints to a run in object storage, and resume from there; return the same trainer.
@@ -71,6 +72,11 @@ def remote(
         save_only_model: True to save no optimizer, scheduler and random states; None is `args.save_only_model`.
         save_frozen_base: True to save the frozen parameters of a PEFT model as well, so that the checkpoint can be
             loaded without the base model; they are sent once. False saves adapters and what is trained.
+        overlap: True if a save returns while the state is being copied, see `CheckpointManager.watch`: nothing but the
+            optimizer's step may change weights between a save and that step, or the save fails. None does so where
+            only code of Transformers runs there: of a class of trainer or model of users, or with a callback of theirs
+            that has an event there, all is copied before. Without effect with FSDP1, DeepSpeed,
+            `auto_find_batch_size`, and optimizers that are not those of torch.
         settings: Keyword arguments of `CheckpointManager`, such as `storage_options`.
 
     Raises:
@@ -93,6 +99,7 @@ def remote(
         saves_only_model=subject.args.save_only_model if save_only_model is None else save_only_model,
         saves_frozen_base=save_frozen_base,
         resumes=resume,
+        overlaps=overlap,
     )
     subject.add_callback(_RemoteCallback(subject._remote))
     own: Any = type(subject)
@@ -215,7 +222,10 @@ class RemoteCheckpointMixin(_Base):
                 url=self._remote.url,
             )
         with self._remote.resume(self, resume_from_checkpoint) as folder:
-            output = super().train(folder, *args, **kwargs)
+            try:
+                output = super().train(folder, *args, **kwargs)
+            finally:
+                self._remote.end_copies()
         self._remote.manager.wait()
         return output
 
@@ -241,6 +251,7 @@ class RemoteCheckpointMixin(_Base):
 
     def _load_best_model(self) -> None:
         """Read the weights of the best checkpoint from the run."""
+        self._remote.end_copies()
         if is_remote(self.state.best_model_checkpoint) or self._remote.has_url(self.state.best_model_checkpoint):
             self._remote.load_best(self)
         else:

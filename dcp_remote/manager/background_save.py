@@ -198,8 +198,8 @@ class BackgroundSave:
     def _saved(self) -> SaveReport:
         try:
             with self._collective:
-                if self._task.late is not None:
-                    self._task.late.finish()
+                if not self._task.is_awaited:
+                    self._task.finish_copies()
                 return self._saver.save(self._collective, self._task)
         except DcpRemoteError as error:
             if not self._collective.is_commit_unknown:
@@ -232,7 +232,7 @@ class BackgroundSave:
             # A report covers all ranks: only the coordinator's telemetry records it.
             operation.end(self._report if self._ranks.is_coordinator else None)
         if self._task.late is not None:
-            self._task.late.forget()
+            self._task.late.cancel()
         # Frees the copy of the state, because the next save makes another.
         del self._task
         self._settle()

@@ -420,6 +420,7 @@ class CheckpointManager:
                 begun=background_save.begun,
                 roles=roles,
                 late=None if wait is True else self._stager.late,
+                is_awaited=wait == "begun",
                 copied_bytes=0 if wait is True else self._stager.copied_bytes,
             )
             self._background_saves.start(background_save, task)

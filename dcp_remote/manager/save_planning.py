@@ -74,6 +74,7 @@ class Task:
     begun: OneTimeEvent  # to be set once all ranks have come with their states, and the run takes the step
     roles: TensorRoles = field(default_factory=TensorRoles)
     late: LateCopies | None = None  # copies of the state that are under way
+    is_awaited: bool = False  # True if the caller waits for `begun`: the copies are then made afterwards
     copied_bytes: int = 0  # memory of the copy of the state
     # Ticket and figures of the attempt that waits for the answer to its commit; empty at other times. Kept here
     # because the thread of an earlier save may be stuck, with a task of its own.
@@ -83,6 +84,15 @@ class Task:
     def staged_seconds(self) -> float:
         """Time at which the state was copied."""
         return self.called_seconds + self.waiting_seconds + self.staging_seconds
+
+    def finish_copies(self) -> None:
+        """Return when the state is copied; a second call costs nothing.
+
+        Raises:
+            SaveFailedError: A tensor was changed meanwhile.
+        """
+        if self.late is not None:
+            self.late.finish()
 
 
 class Agreed(NamedTuple):
@@ -176,6 +186,8 @@ class RankPlanning:
         request = _Request(task.labels, kept.key_of(proposal), {}, self.unclear[:])
         if request.key is not None:
             collective.set_activity("comparing replicas")
+            if kept.plan.shared:
+                task.finish_copies()
             request = request._replace(digests=replica_digests(kept.plan, planner, collective.raise_if_cancelled))
         collective.set_activity("asking whether this step may be saved")
         begun = collective.gather(request, partial(decisions.begin, collective=collective, borrow=borrow))
@@ -190,6 +202,7 @@ class RankPlanning:
         task.begun.set()
         if isinstance(begun, Labelled):
             return begun
+        task.finish_copies()
         ticket = begun.ticket
         self.owner = Owner(ticket.run.run_id, ticket.run.token)
         if not begun.is_known:

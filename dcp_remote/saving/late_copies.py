@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -192,20 +193,22 @@ class LateCopies:
                 tensor=self._changed,
             )
 
-    def forget(self) -> None:
-        """Hold no tensor any more, since the save has ended."""
+    def cancel(self) -> None:
+        """Begin no copy any more, wait for those under way, and hold no tensor any more: the save has ended."""
         with self._lock:
             self._waiting.clear()
             self._seen.clear()
-
-    def cancel(self) -> None:
-        """Begin no copy any more, and wait for those under way: their buffers are about to be used again."""
-        self.forget()
         for _, event in self._streams.values():
-            event.synchronize()
+            with suppress(RuntimeError):  # of a device that has failed, and writes no more
+                event.synchronize()
+        self._from_devices.clear()
 
     def _make(self, key: int) -> None:
-        self._waiting[key].into.copy_(self._waiting[key].source)
+        copy, seen = self._waiting[key], self._seen[key]
+        copy.into.copy_(copy.source)
+        # Other values may have been there for a while, such as averaged weights that are swapped in by way of `.data`.
+        if self._changed is None and _sample(copy.into).numpy().tobytes() != seen.sample:
+            self._changed = seen.name
         del self._waiting[key]
 
     def _look(self, keys: Iterable[int]) -> None:

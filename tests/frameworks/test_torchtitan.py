@@ -83,17 +83,21 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     url = f"{bucket_url}/run"
     slow = {"storage_options": {"upload_bytes_per_second": 20_000_000}}
     killed = train(
-        2, whole={"arguments": [], "digest_at": [2, 6]}, killed=job(url, settings=slow, kill_at=4), is_checked=False
+        2, whole={"arguments": [], "digest_at": [2, 4, 6]}, killed=job(url, settings=slow, kill_at=4), is_checked=False
     )
     assert killed.exit_codes == [-9, -9], killed.show()
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("step-2",)]
-    resumed = train(2, resumed=job(url))
+    look = "--checkpoint.load_only --checkpoint.load_step 4 --training.steps 5"
+    resumed = train(2, resumed=job(url), looked=job(url, look, digest_at=[]))
     for before, after in zip(killed.reports, resumed.reports, strict=True):
         whole, later = before["whole"], after["resumed"]
         assert later["digests"] == {"loaded": whole["digests"]["2"], "6": whole["digests"]["6"]}
         assert later["loader"]["6"] == whole["loader"]["6"]
         assert later["losses"] == whole["losses"][2:]
+        # The step after the save of step 4 comes before the copies.
+        assert [count > 20 for count in later["late_copies"]] == [True, True]
+        assert after["looked"]["digests"]["loaded"] == whole["digests"]["4"]
     assert killed.reports[0]["whole"]["loader"]["6"] != killed.reports[1]["whole"]["loader"]["6"]
     assert [info.step for info in run.checkpoints()] == [2, 4, 6]
 

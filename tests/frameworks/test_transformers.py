@@ -44,7 +44,7 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     own saves, of which Trainer makes several.
     """
     url = f"{bucket_url}/run"
-    jobs: dict[str, Any] = {"whole": {"digest_at": [2, 6], "arguments": {"save_strategy": "no"}}}
+    jobs: dict[str, Any] = {"whole": {"digest_at": [2, 4, 6], "arguments": {"save_strategy": "no"}}}
     if mode in GATHERED:  # what Trainer does by itself
         config = {"state_dict_type": "FULL_STATE_DICT"}
         jobs["alone"] = {"arguments": {"max_steps": 2}, "fsdp_config": config, "expects_error": True}
@@ -55,8 +55,9 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     assert killed.exit_codes == [-9] * world_size, killed.show()
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("checkpoint-2",)]
-    job = {"url": url, "resume": True}
-    resumed = train(world_size, mode=mode, resumed={**job, "digest_at": [6]}, finished=job)
+    job = {"url": url, "resume": True, "settings": {"overlap": True}}
+    look = {"url": url, "resume": f"{url}/checkpoint-4", "arguments": {"max_steps": 5, "save_strategy": "no"}}
+    resumed = train(world_size, mode=mode, resumed={**job, "digest_at": [6]}, finished=job, looked=look)
     for before, after in zip(killed.reports, resumed.reports, strict=True):
         assert mode not in GATHERED or "gathers the model" in before["alone"]["error"]
         assert mode != "fsdp2" or "a save calls collectives of torch" in before["gathering"]["error"]
@@ -66,6 +67,10 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
         assert later["digests"]["6"] == whole["digests"]["6"]
         assert later["losses"] == whole["losses"]
         assert later["count"] == whole["count"] == 6  # of a callback with a state
+        # The step after the save of step 4 comes before the copies.
+        assert [count > 20 for count in later["late_copies"]] == [True] * 2 * (mode in {"plain", "ddp", "fsdp2"})
+        for part in ("model", "optimizer"):
+            assert after["looked"]["digests"]["4"][part] == whole["digests"]["4"][part], part
         assert later["local"] == []
         # A finished job that is started again trains nothing, as Trainer alone would.
         finished = after["finished"]
@@ -160,6 +165,7 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
             "settings": {"notice_seconds": 60},
             "arguments": {**given, "max_steps": 50, "save_steps": 100},
         },
+        "overlapped": {"url": f"{bucket_url}/overlapped", "is_quiet": True, "arguments": given},
         "enabled": {"url": f"{bucket_url}/enabled", "is_enabled": True, "is_users": True, "arguments": given},
     }
     (reports,) = train(**jobs).reports
@@ -194,6 +200,10 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
         assert ["no checkpoint here yet" in text for text in reports[name]["warnings"]] == [True], name
 
     assert reports["evaluated"]["digests"]["0"]["model"] == first["digests"]["3"]["model"]
+
+    # Of users' code that may change weights between a save and the next step, the state is copied before.
+    assert [count > 20 for count in reports["overlapped"]["late_copies"]] == [True, True]
+    assert first["late_copies"] == []
 
     # SIGTERM saves and stops.
     step = reports["noticed"]["step"]

@@ -103,6 +103,30 @@ def test_training_goes_on_while_the_state_is_copied(held_back: HeldBack, options
         assert equal(load(store, step=step), state)
 
 
+def test_a_save_that_waits_for_the_other_ranks_does_not_wait_for_the_copies(held_back: HeldBack) -> None:
+    """Nor does a save of the same step again, which copies nothing and adds its name."""
+    model, optimizer = trained()
+    store = MemoryStore()
+    with CheckpointManager(store, progress=False) as checkpoints:
+        checkpoints.watch(optimizer)
+        for step in (1, 2):
+            expected = clones(model, optimizer)
+            for name in ("first", "second"):
+                held_back.early_bytes.clear()
+                checkpoints.save(
+                    step, {"model": model, "optim": optimizer}, name=f"{name}-{step}", exist_ok=True, wait="begun"
+                )
+                assert max(held_back.early_bytes) < WEIGHT_BYTES
+                if name == "first":
+                    held_back.release.set()
+                    checkpoints.wait()
+                    held_back.release.clear()
+            train(model, optimizer)
+            checkpoints.wait()
+            assert equal(load(store), expected)
+        assert checkpoints.run.checkpoints()[-1].names == ("first-2", "second-2")
+
+
 def test_all_is_copied_at_once_without_a_watched_optimizer(held_back: HeldBack) -> None:
     model, optimizer = trained()
     state = {"model": model, "optim": optimizer}
@@ -208,6 +232,25 @@ def test_a_change_that_comes_too_early_is_noticed(
         checkpoints.save(2, {"model": model, "optim": optimizer})
         train(model, optimizer)
     assert equal(load(store), expected)
+
+
+def test_other_values_that_are_put_in_for_a_while_are_noticed(held_back: HeldBack) -> None:
+    """As averaged weights for an evaluation, by way of `.data`, which raises no counter."""
+    model, optimizer = trained()
+    weight = model[2].weight  # type: ignore[index]
+    with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
+        checkpoints.watch(optimizer)
+        checkpoints.save(1, {"model": model, "optim": optimizer})
+        trained_values = weight.detach().clone()
+        weight.data.zero_()
+        late = checkpoints._stager.late
+        assert late is not None
+        for key in list(late._waiting):
+            late._make(key)
+        weight.data.copy_(trained_values)
+        held_back.release.set()
+        with pytest.raises(SaveFailedError, match=r"tensor='(model\.2\.weight|optim\..*)'"):
+            checkpoints.wait()
 
 
 @pytest.mark.parametrize("change", [load_others, one_row, by_way_of_data], ids=lambda change: change.__name__)

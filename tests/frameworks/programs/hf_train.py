@@ -19,8 +19,11 @@ import hf_models
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations.runs import close_managers
 from dcp_remote.integrations.transformers import enable, load_weights, remote
+from tests.support.late_copies import count_late_copies
 
 logging.basicConfig(level=logging.INFO)
+
+LATE_COPIES = count_late_copies()
 
 
 class Counter(TrainerCallback, ExportableState):  # type: ignore[misc]  # may not be installed
@@ -169,6 +172,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     watch, data, warned = Watch(options, is_deepspeed=is_deepspeed), hf_models.make_data(), hf_models.Warnings()
     result: dict[str, Any] = {"warnings": warned.texts, "digests": watch.digests, "best_after": [], "models_after": []}
     trainer: Any = None
+    LATE_COPIES.clear()
     try:
         if options.get("is_enabled"):
             enable(options["url"])
@@ -177,7 +181,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
             args=make_arguments(mode, options, output),
             train_dataset=data,
             eval_dataset=data[:8],
-            callbacks=[watch, Counter()],
+            callbacks=[Counter()] if options.get("is_quiet") else [watch, Counter()],
         )
         watch.trainer, trainer.options = trainer, options
         if options.get("url") and not options.get("is_enabled"):
@@ -202,7 +206,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
             result["save_error"] = str(save_error)
     finally:
         warned.end()
-    result |= {"shown": watch.shown, "seen": watch.seen}
+    result |= {"shown": watch.shown, "seen": watch.seen, "late_copies": list(LATE_COPIES)}
     if trainer is not None:
         state, callbacks = trainer.state, trainer.callback_handler.callbacks
         result |= {

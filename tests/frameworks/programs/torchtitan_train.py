@@ -33,6 +33,7 @@ from torchtitan.trainer import Trainer
 
 from dcp_remote import load
 from dcp_remote.errors import DcpRemoteError
+from tests.support.late_copies import count_late_copies
 from tests.support.rank_programs import leave_process_group, report
 
 RANK = int(os.environ["RANK"])
@@ -100,6 +101,7 @@ class Watch:
 
 
 INIT = dist.init_process_group
+LATE_COPIES = count_late_copies()
 LOAD, SAVE, TRAIN_STEP = BaseCheckpointManager.load, BaseCheckpointManager.save, Trainer.train_step
 
 
@@ -118,6 +120,7 @@ def digest(values: Any) -> str:
 def run(options: dict[str, Any]) -> dict[str, Any]:
     """Train once; return what the test compares."""
     watch, error = Watch(options), None
+    LATE_COPIES.clear()
     imports = ["torchtitan_cpu.attention_on_cpu"]
     if "settings" in options:
         imports.append(f"dcp_remote.integrations.torchtitan.remote_checkpoint={json.dumps(options['settings'])}")
@@ -148,7 +151,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
                 raise
             error = f"{type(caught).__name__}: {caught}"
     seen = {name: getattr(watch, name) for name in ("losses", "digests", "loader", "save_seconds")}
-    return seen | {"error": error}
+    return seen | {"error": error, "late_copies": list(LATE_COPIES)}
 
 
 def export_to_hugging_face(url: str, folder: Path) -> None:
