@@ -64,9 +64,9 @@ class Workers:
     each when a call finds no idle thread.
     """
 
-    def __init__(self, count: int, name: str) -> None:
-        """Store the settings; no thread is started."""
-        self._count = count
+    def __init__(self, count: int, name: str, *, delays_exit: bool = True) -> None:
+        """Store the settings; no thread is started. `delays_exit` is False for calls that only read."""
+        self._count, self._delays_exit = count, delays_exit
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
@@ -87,7 +87,8 @@ class Workers:
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
-                _threads.add(thread)
+                if self._delays_exit:
+                    _threads.add(thread)
 
     def shutdown(self, *, wait: bool) -> None:
         """Drop the calls that have not begun, and end the threads; `wait` for the calls that have begun."""
@@ -193,7 +194,7 @@ def begin_early(call: Callable[[Clock], T], *, at_once: bool) -> Iterator[Callab
     if not at_once:
         yield partial(call, cancellation.clock)
         return
-    pool = Workers(1, "dcp_remote-early")
+    pool = Workers(1, "dcp_remote-early", delays_exit=False)
     future = submit_or_run(pool, partial(call, cancellation.clock))
     try:
         yield future.result

@@ -473,7 +473,7 @@ def test_interrupted_and_continued(run: MemoryStore, monkeypatch: pytest.MonkeyP
 def test_memory_is_bounded(depth: Depth) -> None:
     """Verify 96 MiB in two shards: held are a range of 4 MiB of each, and little else."""
     store = MemoryStore()
-    save_as_ranks([{"a": torch.arange(24 * 2**20, dtype=torch.int32)}], lambda: RemoteWriter(store))
+    save_as_ranks([{"a": torch.arange(24 * 2**20, dtype=torch.int32)}], lambda: RemoteWriter(store, shard_bytes=2**26))
     assert len(decode(store.space.objects[MANIFEST_KEY].data).shards.keys) == 2
     verify(store, depth="quick")  # what is made once per process
     tracemalloc.start()

@@ -112,7 +112,7 @@ def test_a_piece_of_several_ranges(order: str) -> None:
     """Flip a bit of one of three ranges, which shows after the last: all are read again, in any memory order."""
     values = torch.arange(5 * MiB, dtype=torch.int32).reshape(1024, -1)
     inner = MemoryStore()
-    dcp.save({"w": values, "b": torch.ones(3)}, storage_writer=RemoteWriter(inner))
+    dcp.save({"w": values, "b": torch.ones(3)}, storage_writer=RemoteWriter(inner, shard_bytes=64 * MiB))
     for hit in (2, 3, 4, 5):
         store = FlippingStore(inner, lambda number, hit=hit: number == hit)  # type: ignore[misc]  # bound now
         found = torch.zeros(values.shape[::-1], dtype=torch.int32).t()
