@@ -42,6 +42,10 @@ from dcp_remote.serialization.tensors import dtype_name
 INLINE_BYTES_MAX = 16 * KiB
 INLINE_TOTAL_BYTES_MAX = 8 * MiB
 
+# Shards by which the bytes of a rank are divided: so many as are sent at once, less the last, smaller shards of the
+# top-level keys, which would be sent when the others have ended.
+_SPREAD_SHARDS = UPLOADS_IN_FLIGHT - 2
+
 
 def write_shards(
     plan: SavePlan,
@@ -77,7 +81,7 @@ def write_shards(
     drawn = Drawn()
     if shard_bytes is None:
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
-        shard_bytes = spread(sum(map(chunk_bytes, plan.items)), UPLOADS_IN_FLIGHT, shard_bytes_max)
+        shard_bytes = spread(sum(map(chunk_bytes, plan.items)), _SPREAD_SHARDS, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
