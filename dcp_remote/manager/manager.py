@@ -585,8 +585,9 @@ class CheckpointManager:
         by averaged weights that are put in for an evaluation, or by an optimizer that is not watched, needs a call of
         `before_update` before. Without it, the save fails with a `SaveFailedError` that names a tensor: version
         counters of tensors, and samples of their bytes, are compared until the commit. A change of few bytes that
-        raises no counter is not noticed: by way of `.data`, by another process, or by a kernel that is given raw
-        pointers.
+        raises no counter is not noticed: by way of `.data`, by a fused optimizer that is not watched, by another
+        process, or by a kernel that is given raw pointers. Each save fails if a forward pass changes weights, as of an
+        `Embedding` with `max_norm`, or if gradients lie in the storage of weights.
 
         Args:
             optimizer: Optimizer of torch, or one around it, as of accelerate. The manager holds no reference to it, and
@@ -604,10 +605,10 @@ class CheckpointManager:
         """Return once training may change the state; called before each change of it, as before each optimizer's step.
 
         For training that changes the state by other means than a `torch.optim.Optimizer`, see `watch`. From the first
-        call on, and if no optimizer is watched, `save` copies all of the state but buffers of modules while training
-        goes on; every update must then be preceded by this call. A save before the first call copies all of the state
-        before it returns. Costs nothing if no save was made since the last call. A change without this call is noticed
-        as described at `watch`.
+        call on, and if no optimizer is watched, `save` copies all of the state while training goes on, except buffers
+        of modules that are in the state themselves; every update must then be preceded by this call. A save before the
+        first call copies all of the state before it returns. Costs nothing if no save was made since the last call. A
+        change without this call is noticed as described at `watch`.
         """
         self._updates.come()
 

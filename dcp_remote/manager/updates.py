@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,8 +21,8 @@ from dcp_remote.serialization.state_dict import TensorRoles
 class Updates:
     """Optimizers that were given to `watch`, and the copies of the last save that may be under way.
 
-    Late are the copies of what these optimizers own, because each `step` of theirs waits for the copies. Without such
-    an optimizer, and after a call of `come`, late are the copies of all values but those of `TensorRoles.is_buffer`,
+    Late are the copies of what these optimizers own, because each `step` of theirs waits for the copies. If there was
+    no such optimizer when `come` was called, late are the copies of all values but those of `TensorRoles.is_buffer`,
     which change in a forward pass. A storage is copied late only if all that lies in it may be.
     """
 
@@ -30,7 +31,9 @@ class Updates:
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._is_called = False
+        self._owned: dict[int, set[int]] = {}  # `id`s of storages in the last state, by that of their optimizer
         self._late: weakref.ref[LateCopies] | None = None
+        _all.add(self)
 
     def watch(self, optimizer: object) -> None:
         """Let each `step` of an optimizer wait for the copies of what it changes; a second call does nothing.
@@ -39,7 +42,7 @@ class Updates:
             InvalidArgumentError: The object is no optimizer of torch, or calls no hooks.
         """
         # A wrapper, as of accelerate, is an `Optimizer` by its class and calls the hooks of the one in it.
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer) and inner is not optimizer:
             optimizer = inner
         # An optimizer of a class that does not call `Optimizer.__init__` calls no hooks.
         if not isinstance(optimizer, Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
@@ -55,9 +58,8 @@ class Updates:
 
     def come(self) -> None:
         """Wait for the copies of the whole state."""
-        self._is_called = True
-        late = self._late() if self._late is not None else None
-        if late is not None:
+        self._is_called |= not self._hooks
+        if (late := self._copies_under_way()) is not None:
             late.protect()
 
     def choose(self, state: FlatState, held: Iterable[Held], roles: TensorRoles) -> LateCopies | None:
@@ -67,8 +69,13 @@ class Updates:
         hold views with counters of their own, as of parameters of FSDP1.
         """
         owned: dict[int, list[torch.Tensor]] = {}
-        for tensor in self._owned_tensors():
-            owned.setdefault(_storage_id(tensor), []).append(tensor)
+        self._owned = {}
+        for optimizer in filter(None, (each() for each in self._optimizers.values())):
+            tensors = list(_tensors_of_optimizer(optimizer))
+            # As of now: a parameter may get other memory before the step, as by `Module.to`.
+            self._owned[id(optimizer)] = set(map(_storage_id, tensors))
+            for tensor in tensors:
+                owned.setdefault(_storage_id(tensor), []).append(tensor)
         if not owned and not self._is_called:
             return None
         late: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -93,15 +100,27 @@ class Updates:
             hook.remove()
 
     def _before_step(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-        late = self._late() if self._late is not None else None
-        if late is not None:
-            late.protect({*map(_storage_id, _tensors_of_optimizer(optimizer))})
+        if (late := self._copies_under_way()) is not None:
+            late.protect(self._owned.get(id(optimizer), ()))
 
-    def _owned_tensors(self) -> Iterator[torch.Tensor]:
-        for held in self._optimizers.values():
-            optimizer = held()
-            if optimizer is not None:
-                yield from _tensors_of_optimizer(optimizer)
+    def _copies_under_way(self) -> LateCopies | None:
+        late = self._late() if self._late is not None else None
+        return late if late is not None and late.is_protecting else None
+
+    def _forget(self) -> None:
+        self._late = None
+
+
+_all: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    """Forget the copies of the parent: a forked process has memory of its own, and none of the threads."""
+    for updates in list(_all):
+        updates._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _tensors_of_optimizer(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -103,6 +103,11 @@ class LateCopies:
         is_worth_it = storage.nbytes() >= _LATE_BYTES_MIN and storage.device.type in _LATE_DEVICES
         return is_worth_it and id(storage) in self._tensors
 
+    @property
+    def is_protecting(self) -> bool:
+        """True while training must not change some tensor without a call of `protect`."""
+        return bool(self._seen)
+
     def begin(self, copies: Sequence[Copy]) -> None:
         """Begin the copies of storages that this object takes.
 
@@ -125,13 +130,23 @@ class LateCopies:
     def _begin_on(self, device: torch.device, copies: Sequence[Copy]) -> None:
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream:
-            before = [_sample(each.source).clone() for each in copies]
-            for each, sample in zip(copies, before, strict=True):
-                each.into.copy_(each.source, non_blocking=True)
-                name = self._seen[id(each.storage)].name
-                self._from_devices.append(_FromDevice(name, each, sample, _sample(each.source).clone()))
+        try:
+            with stream:
+                before = [_sample(each.source).clone() for each in copies]
+                for each, sample in zip(copies, before, strict=True):
+                    each.into.copy_(each.source, non_blocking=True)
+                    name = self._seen[id(each.storage)].name
+                    self._from_devices.append(_FromDevice(name, each, sample, _sample(each.source).clone()))
+        finally:  # also after Ctrl-C, since `cancel` waits for it
             self._streams[device] = stream, stream.record_event()
+
+    def complete(self, storage: torch.UntypedStorage) -> None:
+        """Return when a storage is copied, of which an object of the state is about to be made."""
+        with self._lock:
+            if id(storage) in self._waiting:
+                self._make(id(storage))
+        if storage.device in self._streams:
+            self._streams[storage.device][1].synchronize()
 
     def finish(self) -> None:
         """Make the copies, and wait for those from devices; an error of a device is raised.
@@ -160,8 +175,6 @@ class LateCopies:
 
         Copies from the CPU have ended then. Those from a device may go on: its current stream waits for them.
         """
-        if not self._seen:
-            return
         with self._lock:
             keys = [key for key in self._seen if storages is None or key in storages]
             self._look(keys)

@@ -52,6 +52,7 @@ class Stager:
         self.late: LateCopies | None = None  # of the last state
         self.copied_bytes = 0  # size of the buffers for the last state
 
+    @torch.inference_mode(mode=False)  # what is made in that mode cannot be written to outside of it
     @torch.no_grad()
     def stage(
         self, state: dict[str, Any], choose_late: Callable[[list[Held]], LateCopies | None] | None = None
@@ -74,7 +75,7 @@ class Stager:
         ]
         self.late = choose_late(held) if choose_late is not None else None
         copies = self._copy_storages(list({id(each.storage): each.storage for each in held}.values()))
-        copier = _StateCopier(copies, {id(each.tensor): each.storage for each in held})
+        copier = _StateCopier(copies, {id(each.tensor): each.storage for each in held}, self.late)
         copied: dict[str, Any] = {}
         for key, value in state.items():
             try:
@@ -161,9 +162,14 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class _StateCopier:
     """Copies of the values of one state, which share what the originals share."""
 
-    def __init__(self, copies: dict[int, torch.UntypedStorage], storages: dict[int, torch.UntypedStorage]) -> None:
+    def __init__(
+        self,
+        copies: dict[int, torch.UntypedStorage],
+        storages: dict[int, torch.UntypedStorage],
+        late: LateCopies | None,
+    ) -> None:
         """Start with copies of storages, by the `id` of the original, and the storages of tensors by theirs."""
-        self._copies, self._storages = copies, storages
+        self._copies, self._storages, self._late = copies, storages, late
         self._memo: dict[int, Any] = {}  # copies by `id` of the original, as `copy.deepcopy` keeps them
         self._alive: list[object] = []  # originals, kept alive so that their `id`s are not reused
 
@@ -178,6 +184,8 @@ class _StateCopier:
             self._memo[id(value)] = copied
             self._alive.append(value)
         if inside and isinstance(value, torch.Tensor) and is_plain(value):
+            if self._late is not None and (storage := storage_of(value)) is not None:
+                self._late.complete(storage)  # the object may compute from the tensor while it is copied
             self._copy_attributes(copied, value, path)
         return copied
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -281,6 +285,106 @@ def test_parameters_that_are_replaced(held_back: HeldBack) -> None:
         gc.collect()
         held_back.release.set()
     assert equal(load(store), expected)
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16], ids=["double", "bfloat16"])
+def test_other_memory_before_the_step(held_back: HeldBack, change: Callable[[nn.Module], nn.Module]) -> None:
+    """A step that changes the new memory of a parameter changes nothing that is being copied."""
+    model, optimizer = trained(SGD)
+    store = MemoryStore()
+    with CheckpointManager(store, progress=False) as checkpoints:
+        checkpoints.watch(optimizer)
+        expected = clones(model, optimizer)
+        checkpoints.save(1, {"model": model, "optim": optimizer})
+        for parameter in change(model).parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        held_back.release.set()
+    assert equal(load(store), expected)
+
+
+class Scaled:
+    """Object that computes from its tensor when it is copied."""
+
+    def __init__(self, weight: torch.Tensor, total: float = 0.0) -> None:
+        self.weight, self.total = weight, total
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scaled:
+        weight = copy.deepcopy(self.weight, memo)
+        return Scaled(weight, float(weight.sum()))
+
+
+def test_objects_that_compute_while_they_are_copied(held_back: HeldBack) -> None:
+    weight = nn.Parameter(torch.ones(256, 256))
+    optimizer = SGD([weight], lr=1.0)
+    store = MemoryStore()
+    with CheckpointManager(store, progress=False, allow_pickle=True) as checkpoints:
+        checkpoints.watch(optimizer)
+        for step in (1, 2):
+            held_back.release.clear()
+            checkpoints.save(step, {"weight": weight, "object": Scaled(weight.detach())})
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            held_back.release.set()
+            checkpoints.wait()
+            assert load(store, step=step, allow_pickle=True)["object"].total == (2 - step) * 256 * 256
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_save_in_inference_mode(is_watched: bool) -> None:
+    """As in an evaluation; the buffers are used again by saves outside of it."""
+    model, optimizer = trained()
+    store = MemoryStore()
+    with CheckpointManager(store, progress=False) as checkpoints:
+        if is_watched:
+            checkpoints.watch(optimizer)
+        for step in (1, 2, 3):
+            expected = clones(model, optimizer)
+            with torch.inference_mode(step < 3):
+                checkpoints.save(step, {"model": model, "optim": optimizer})
+            train(model, optimizer)
+            checkpoints.wait()
+            assert equal(load(store, step=step), expected)
+
+
+def test_a_forked_process_does_not_wait(held_back: HeldBack) -> None:
+    """It has none of the threads: a lock that the thread of the save held is held for ever there."""
+    model, optimizer = trained()
+    with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
+        checkpoints.watch(optimizer)
+        checkpoints.save(1, {"model": model, "optim": optimizer})
+        late = checkpoints._stager.late
+        assert late is not None
+        with late._lock:
+            child = os.fork()
+            if child == 0:
+                checkpoints.before_update()
+                checkpoints._updates._before_step(optimizer, (), {})
+                os._exit(7)
+        seconds = 0.0
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and seconds < 20:
+            time.sleep(0.05)
+            seconds += 0.05
+        if ended == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        held_back.release.set()
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
+    assert ended[0] == child
+
+
+def test_before_update_of_a_watched_training_makes_no_other_state_late(held_back: HeldBack) -> None:
+    """An optimizer that is made anew, and not watched."""
+    model, optimizer = trained()
+    with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
+        checkpoints.watch(optimizer)
+        checkpoints.before_update()
+        del optimizer
+        gc.collect()
+        other = SGD(model.parameters(), lr=0.1)
+        checkpoints.save(1, {"model": model})
+        train(model, other)
+        held_back.release.set()
 
 
 @pytest.fixture
