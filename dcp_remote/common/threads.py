@@ -195,9 +195,8 @@ def begin_early(call: Callable[[Clock], T], *, at_once: bool) -> Iterator[Callab
         yield partial(call, cancellation.clock)
         return
     pool = Workers(1, "dcp_remote-early", delays_exit=False)
-    future = submit_or_run(pool, partial(call, cancellation.clock))
     try:
-        yield future.result
+        yield submit_or_run(pool, partial(call, cancellation.clock)).result
     finally:
         cancellation.cancel()
         pool.shutdown(wait=False)

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -78,7 +77,7 @@ class RankGroup:
         self._store_address = store_address if isinstance(store, UseCounter) else address_of(store)
         self._member = GroupMember(rank, world_size, clock)
         self._number = 0
-        self._asked = Counter[str]()  # times that this rank has asked the coordinator, by question
+        self._asked = 0  # times that this rank has asked the coordinator
         self._collective: Collective | None = None
         self._is_closed = False
         self._has_met = False
@@ -247,8 +246,8 @@ class RankGroup:
         heartbeat, deadline = self.heartbeat, Deadline(seconds, self._member.clock)
         if heartbeat is None or self._number == 0:
             return self._number > 0 and answer()
-        self._asked[question] += 1
-        key = f"asked/{question}/{self._asked[question]}"
+        self._asked += 1
+        key = f"asked/{question}/{self._asked}"
 
         def look() -> None:
             if heartbeat.gone is not None or deadline.elapsed_seconds() > seconds + _ANSWER_SECONDS:

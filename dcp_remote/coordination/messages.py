@@ -8,7 +8,7 @@ Below the prefix of the group, for operation k, whose name has the digest w, and
     k-w/i/out/of-<n>  answers to several ranks, each of which is told n; deleted as the answer to all is
     k/failed          the verdict of the first rank that failed or gave up
     k/verdict         the verdict of the coordinator, if the operation did not end with its answers
-    asked/<q>/<n>     the first answer to question q, asked for the n-th time (`RankGroup.ask_coordinator`)
+    asked/<q>/<n>     the first answer to question q, the n-th that is asked (`RankGroup.ask_coordinator`)
 
 When all ranks have met in a later operation nothing of operation k is left, whether it failed or not, but for what a
 rank that was stopped posts when it goes on. Until then answers and verdicts are kept, for ranks that have not read

@@ -25,6 +25,7 @@ class Removals:
         self._removed: list[CheckpointPath] = []
         # URLs of runs, and steps of checkpoints that have lost a name, or lose it to the save that is under way.
         self._unnamed: set[tuple[str, int]] = set()
+        self._failed_saves: dict[str, int] = {}  # by URL of the run
 
     def add(self, path: CheckpointPath) -> None:
         """Note that Lightning has removed a name."""
@@ -48,7 +49,17 @@ class Removals:
         except DcpRemoteError:
             logger.warning("Checkpoints that Lightning has removed stay until the next save.", exc_info=True)
 
+    def _keep_what_failed_saves_replace(self) -> None:
+        """Forget what a save was to replace that has failed, and let the job go on (`on_error="warn"`)."""
+        for run_url in {path.run_url for path in self._removed} | {run_url for run_url, _ in self._unnamed}:
+            failed_saves = self._manager_of(run_url).failed_saves
+            if failed_saves > self._failed_saves.get(run_url, 0):
+                self._failed_saves[run_url] = failed_saves
+                self._removed = [path for path in self._removed if path.run_url != run_url]
+                self._unnamed = {one for one in self._unnamed if one[0] != run_url}
+
     def _carry_out(self) -> None:
+        self._keep_what_failed_saves_replace()
         while self._removed:
             path = self._removed[0]
             manager = self._manager_of(path.run_url)

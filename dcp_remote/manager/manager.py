@@ -366,7 +366,8 @@ class CheckpointManager:
         restored waits as with "begun", so that this call raises the error by which the run refuses the step.
 
         Returns:
-            True; False if the save was left out (`when_busy`), or failed before this method returned (`on_error`).
+            True; False if the save was left out (`when_busy`, on all ranks), or failed before this method returned
+            (`on_error`; a rank where it failed a moment later returns True).
 
         Raises:
             InvalidArgumentError: A step, name, metric, note, or the state is wrong. Raised as the errors below if the
@@ -582,12 +583,13 @@ class CheckpointManager:
             checkpoints.watch(optimizer)
 
         Any other change of these tensors between a `save` and the next step of the optimizer, as by `load_state_dict`,
-        by averaged weights that are put in for an evaluation, or by an optimizer that is not watched, needs a call of
-        `before_update` before. Without it, the save fails with a `SaveFailedError` that names a tensor: version
-        counters of tensors, and samples of their bytes, are compared until the commit. A change of few bytes that
-        raises no counter is not noticed: by way of `.data`, by a fused optimizer that is not watched, by another
-        process, or by a kernel that is given raw pointers. Each save fails if a forward pass changes weights, as of an
-        `Embedding` with `max_norm`, or if gradients lie in the storage of weights.
+        by averaged weights that are put in for an evaluation, by an optimizer that is not watched, or by a step in a
+        CUDA graph, which calls no hooks, needs a call of `before_update` before. Without it, the save fails with a
+        `SaveFailedError` that names a tensor: version counters of tensors, and samples of their bytes, are compared
+        until the commit (samples on a GPU until the copies have ended). A change of few bytes that raises no counter is
+        not noticed: by way of `.data`, by a fused optimizer that is not watched, by another process, or by a kernel
+        that is given raw pointers. Each save fails if a forward pass changes weights, as of an `Embedding` with
+        `max_norm`, or if gradients lie in the storage of weights.
 
         Args:
             optimizer: Optimizer of torch, or one around it, as of accelerate. The manager holds no reference to it, and
@@ -772,6 +774,9 @@ class CheckpointManager:
         """Return whether this rank goes on without a save that failed; count and log the failure then."""
         if self._on_error == "raise" or not may_pass(error):
             return False
+        for each in (error, error.__cause__, error.__context__):
+            if each is not None:
+                each.__traceback__ = None  # whose frames hold the state
         self.failed_saves, self._passed = self.failed_saves + 1, (error, self.last_save)
         if self._ranks.is_coordinator:
             text = "%s: training goes on without step %s, whose save has failed; failed_saves=%d: %s"
@@ -783,7 +788,7 @@ class CheckpointManager:
         passes, told = False, error
         if background_save.has_raised(error):
             passes = wait is not True and self._lets_pass(error, step)
-        elif self._on_error == "warn" and may_pass(error):
+        elif self._on_error == "warn" and (may_pass(error) or not isinstance(error, DcpRemoteError)):
             # The training of this rank ends by its own error, and so must that of the others.
             told = InvalidArgumentError("The call of `save` raised an error on one rank.", cause=error)
         self._background_saves.abandon(background_save, told)

@@ -101,7 +101,7 @@ class Updates:
 
     def _before_step(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if (late := self._copies_under_way()) is not None:
-            late.protect(self._owned.get(id(optimizer), ()))
+            late.protect(self._owned.get(id(optimizer)))  # all, if it was watched after the save
 
     def _copies_under_way(self) -> LateCopies | None:
         late = self._late() if self._late is not None else None

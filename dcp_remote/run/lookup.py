@@ -28,6 +28,7 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
     StorageError,
+    TransientStorageError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
@@ -242,7 +243,7 @@ class ExpectedEntry:
         if self.entry is not None and self.entry.manifest == entry.manifest:
             try:
                 return self.read_early()
-            except (CorruptCheckpointError, ObjectNotFoundError) as error:
+            except (CorruptCheckpointError, ObjectNotFoundError, TransientStorageError) as error:
                 logger.debug("%s: the early read of the manifest failed: %s", self.store.url, error)
         elif self.entry is not None:
             self.was_wrong = True

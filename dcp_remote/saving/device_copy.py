@@ -55,13 +55,18 @@ class _Cuda:
         with torch.cuda.device(device):
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    @contextmanager
-    def copying(self, device: torch.device) -> Iterator[None]:
-        """Return a context manager for non-blocking copies: when it exits, all copies are complete."""
+    def stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream for copies from a device; it is made by the first call."""
         with self._lock:
             stream = self._streams.get(device)
             if stream is None:
                 stream = self._streams[device] = torch.cuda.Stream(device)
+        return stream
+
+    @contextmanager
+    def copying(self, device: torch.device) -> Iterator[None]:
+        """Return a context manager for non-blocking copies: when it exits, all copies are complete."""
+        stream = self.stream_of(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             try:
                 yield

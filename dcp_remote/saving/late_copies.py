@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import SaveFailedError
+from dcp_remote.saving.device_copy import HOST_COPIERS
 
 # A smaller storage is copied before `save` returns: that takes less time than to look after its copy.
 _LATE_BYTES_MIN = 64 * KiB
@@ -62,7 +63,7 @@ class _Seen(NamedTuple):
 
 
 class _FromDevice(NamedTuple):
-    """Copy from a device, with samples that the device took of the source before all copies, and after this one."""
+    """Copy from a device, with samples of the source as of the call of `save`, and after the copy."""
 
     name: str
     copy: Copy
@@ -94,7 +95,7 @@ class LateCopies:
         # Held while a copy is made, or looked after. One copy at a time: torch uses several threads for each.
         self._lock = threading.Lock()
         self._waiting: dict[int, Copy] = {}  # from the CPU, not made yet
-        self._streams: dict[torch.device, tuple[torch.Stream, torch.Event]] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._from_devices: list[_FromDevice] = []
         self._changed: str | None = None
 
@@ -128,17 +129,19 @@ class LateCopies:
             self._begin_on(device, of_device)
 
     def _begin_on(self, device: torch.device, copies: Sequence[Copy]) -> None:
-        stream = torch.Stream(device)
-        stream.wait_stream(torch.accelerator.current_stream(device))
+        # On the current stream: behind what training has queued, and before what it queues from now on.
+        before = [_sample(each.source).clone() for each in copies]
+        stream, event = HOST_COPIERS["cuda"].stream_of(device), torch.cuda.Event(blocking=True)
+        stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with stream:
-                before = [_sample(each.source).clone() for each in copies]
+            with torch.cuda.device(device), torch.cuda.stream(stream):
                 for each, sample in zip(copies, before, strict=True):
                     each.into.copy_(each.source, non_blocking=True)
                     name = self._seen[id(each.storage)].name
                     self._from_devices.append(_FromDevice(name, each, sample, _sample(each.source).clone()))
         finally:  # also after Ctrl-C, since `cancel` waits for it
-            self._streams[device] = stream, stream.record_event()
+            event.record(stream)
+            self._streams[device] = stream, event
 
     def complete(self, storage: torch.UntypedStorage) -> None:
         """Return when a storage is copied, of which an object of the state is about to be made."""
@@ -162,7 +165,8 @@ class LateCopies:
                     self._make(next(iter(self._waiting)))
             for device, (stream, event) in self._streams.items():
                 event.synchronize()
-                with stream:
+                # The current device of a new thread is the first one, where a context would take memory.
+                with torch.cuda.device(device), torch.cuda.stream(stream):
                     for each in self._from_devices:
                         if each.copy.source.device == device and not torch.equal(each.before, each.after):
                             self._changed = self._changed or each.name
@@ -183,7 +187,7 @@ class LateCopies:
                 if key in self._waiting:
                     self._make(key)
         for device, (_, event) in self._streams.items():
-            torch.accelerator.current_stream(device).wait_event(event)
+            torch.cuda.current_stream(device).wait_event(event)
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)

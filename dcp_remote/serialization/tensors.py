@@ -41,6 +41,9 @@ MEMORY_FORMATS = {
 # Dtypes that numpy knows; not all, but those of most tensors.
 _NUMPY_DTYPES = {torch.float32, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
+# Dimensions that the arrays of numpy 1 can have.
+_NUMPY_DIMENSIONS_MAX = 32
+
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -193,7 +196,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     # Detached, so that the view keeps this memory if the tensor is given another; the numpy array forbids resizing it.
-    if tensor.dtype in _NUMPY_DTYPES:
+    if tensor.dtype in _NUMPY_DTYPES and tensor.dim() <= _NUMPY_DIMENSIONS_MAX:
         numbers: Any = tensor.detach().numpy()
         return memoryview(numbers).cast("B")  # takes 3 us, and the way below 8
     # `as_strided`, because a dimension of one element may have any stride: `view` refuses it and `reshape` keeps it.

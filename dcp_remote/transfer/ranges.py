@@ -26,6 +26,7 @@ _THREADS = 16
 
 # Bytes between two ranges that are read with them, such as the header of a record in a zip.
 _GAP_BYTES_MAX = 4 * KiB
+_GAPS_BYTES_MAX = 64 * KiB
 
 # Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
 _BLOCK_BYTES = 64 * KiB
@@ -172,15 +173,20 @@ class RangeFile(io.RawIOBase):
 def _merge_neighbors(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[tuple[int, int]]]:
     """Return the ranges with neighbors merged, up to 8 MiB; and for each given one, which holds it and where."""
     merged: list[FileRange] = []
+    wanted_bytes = 0  # of the last one
     places = [(0, 0)] * len(ranges)
     for number, one in sorted(enumerate(ranges), key=lambda item: (item[1].file, item[1].start)):
         last = merged[-1] if merged else FileRange("", 0, 0)
         length = max(last.length, one.start + one.length - last.start)
         is_close = one.start <= last.start + last.length + _GAP_BYTES_MAX and length <= RANGE_BYTES_MAX
-        if one.length and last.length and one.file == last.file and is_close:
+        # Gaps are held as well: no more of them than of what is wanted, and some headers of records.
+        is_dense = length <= 2 * (wanted_bytes + one.length) + _GAPS_BYTES_MAX
+        if one.length and last.length and one.file == last.file and is_close and is_dense:
+            wanted_bytes += one.length
             merged[-1] = FileRange(one.file, last.start, length)
         else:
             merged.append(one)
+            wanted_bytes = one.length
         places[number] = len(merged) - 1, one.start - merged[-1].start
     return merged, places
 

@@ -32,6 +32,9 @@ _ALIGNMENT_MAX = 1 * MiB
 # Offset from which a zip's numbers take 8 bytes.
 _ZIP32_MAX = 2**32 - 1
 
+# Flag of a record whose checksum and sizes lie behind it: torch sets it for all that are not empty.
+_HAS_DESCRIPTOR = 8
+
 # Storages whose places are read, and not only computed from the directory: a GET of a block for each.
 _SMALL_BYTES_MAX = 1 * MiB
 
@@ -134,21 +137,33 @@ def _find_storages(
     alignment = int(records.get_record(".storage_alignment")) if records.has_record(".storage_alignment") else None
     if alignment is not None and (not 0 < alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1)):
         raise ValueError(f"an alignment of {alignment} bytes")
-    starts: dict[str, int] = {}
     ordered = sorted(found, key=lambda one: one.header_offset)
-    for one, after in zip(ordered, (*(one.header_offset for one in ordered[1:]), end), strict=True):
-        if "/data/" not in one.filename:
+    ends = (*(one.header_offset for one in ordered[1:]), end)
+    # Another tool packs without torch's padding, or its descriptors behind the records: a place would be wrong. One
+    # record may fit by chance, and not all.
+    is_torchs = alignment is not None and all(
+        _is_packed_by_torch(records, one, after, alignment) for one, after in zip(ordered, ends, strict=True)
+    )
+    starts: dict[str, int] = {}
+    for one in ordered:
+        name = one.filename.partition("/")[2]
+        if not name.startswith("data/"):
             continue
-        name, size_bytes = one.filename.partition("/")[2], one.file_size
-        if alignment is None or size_bytes > _SMALL_BYTES_MAX:
+        if alignment is None or one.file_size > _SMALL_BYTES_MAX:
             starts[name] = records.get_record_offset(name)
-            continue
-        start = records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)
-        # Another tool packs without torch's padding, or its descriptors behind the records: the place would be wrong.
-        descriptor_bytes = (24 if one.header_offset >= _ZIP32_MAX else 16) if size_bytes else 0
-        if start + size_bytes + descriptor_bytes == after:
-            starts[name] = start
+        elif is_torchs:
+            starts[name] = records.get_record_offset_no_read(one.header_offset, name, one.file_size, alignment)
     return starts
+
+
+def _is_packed_by_torch(records: Any, one: zipfile.ZipInfo, after: int, alignment: int) -> bool:
+    """Return whether a record lies where torch puts it, its descriptor behind it, and ends at `after`."""
+    name, size_bytes = one.filename.partition("/")[2], one.file_size
+    start: int = records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)
+    if not size_bytes:
+        return start == after
+    descriptor_bytes = 24 if one.header_offset >= _ZIP32_MAX else 16
+    return bool(one.flag_bits & _HAS_DESCRIPTOR) and start + size_bytes + descriptor_bytes == after
 
 
 def require_walkable(value: object, stream_bytes: int, **details: object) -> None:

@@ -5,12 +5,14 @@ Ranks are threads; a store holds up or refuses requests, so that the ranks hear 
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -239,7 +241,7 @@ def test_a_coordinator_that_comes_late_waits_as_the_others_do() -> None:
                     "skip 2", lambda: True, seconds=0.3, left_seconds=lambda: 1.0
                 )
                 assert not answer
-                threads.groups.ranks[rank]._asked.clear()
+                threads.groups.ranks[rank]._asked -= 1
                 asked.set()
             return manager.save(2, state_of(rank, 2))
 
@@ -285,6 +287,24 @@ def test_the_error_of_the_last_save_is_raised_in_the_end() -> None:
     with pytest.raises(SaveFailedError, match="not yours"):
         checkpoints.close()
     assert checkpoints.failed_saves == 1
+
+
+def test_a_failure_that_passes_holds_no_state() -> None:
+    """The frames of its traceback would keep the state, and the caller's own, until the next failure."""
+    down = threading.Event()
+    down.set()
+    checkpoints = CheckpointManager(RefusingStore(MemoryStore(), down), on_error="warn", progress=False)
+    state = state_of(0, 1) | {"large": torch.ones(1000)}
+    held = weakref.ref(state["large"])
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    del state
+    gc.collect()
+    assert checkpoints.failed_saves == 1
+    assert held() is None
+    down.clear()
+    checkpoints.save(2, state_of(0, 2))
+    checkpoints.close()
 
 
 def test_a_store_that_is_down_when_a_save_begins() -> None:
@@ -342,6 +362,23 @@ def test_an_error_of_one_rank_in_its_call_ends_all() -> None:
         ended = threads.run(train)
         assert [type(one.error) for one in ended] == [InvalidArgumentError, ZeroDivisionError, InvalidArgumentError]
         assert "mine" in str(ended[0].error)
+
+
+def test_a_rank_that_ends_in_its_call_ends_all() -> None:
+    """By `sys.exit` in a function of the caller: the others must not train on without it."""
+    with manager_threads(3, MemoryStore(), on_error="warn") as threads:
+
+        def make_state(rank: int) -> dict[str, Any]:
+            if rank == 1:
+                sys.exit(3)
+            return state_of(rank, 1)
+
+        def train(rank: int, manager: CheckpointManager) -> None:
+            manager.save(1, lambda: make_state(rank))
+            manager.save(2, state_of(rank, 2))
+
+        ended = threads.run(train)
+        assert [type(one.error) for one in ended] == [InvalidArgumentError, SystemExit, InvalidArgumentError]
 
 
 def test_a_rank_that_does_not_come_may_pass() -> None:

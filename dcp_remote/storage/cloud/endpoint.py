@@ -10,7 +10,6 @@ import functools
 import gc
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -33,11 +32,12 @@ def _get_models(search_path: str | None) -> Loader:
     """
     models = create_loader(search_path)
 
-    def list_services(_type_name: str) -> list[str]:
-        folders = [folder for folder in map(Path, models.search_paths) if folder.is_dir()]
-        return sorted({service.name for folder in folders for service in folder.iterdir()})
+    def list_services(type_name: str) -> list[str]:  # as botocore names it
+        # `Path.is_dir` raises an error below a home that this user may not search.
+        folders = [folder for folder in models.search_paths if os.path.isdir(folder)]  # noqa: PTH112
+        return sorted({service for folder in folders for service in os.listdir(folder)})  # noqa: PTH208
 
-    models.list_available_services = list_services  # type: ignore[method-assign, assignment]  # of one loader
+    models.list_available_services = list_services  # type: ignore[method-assign]  # of one loader
     return models
 
 
