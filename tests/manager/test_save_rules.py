@@ -294,16 +294,17 @@ def test_a_failure_that_passes_holds_no_state() -> None:
     down = threading.Event()
     down.set()
     checkpoints = CheckpointManager(RefusingStore(MemoryStore(), down), on_error="warn", progress=False)
-    state = state_of(0, 1) | {"large": torch.ones(1000)}
+    checkpoints.save(1, state_of(0, 1))
+    wait_until(lambda: not checkpoints._background_saves.is_busy)
+    down.clear()
+    state = state_of(0, 2) | {"large": torch.ones(1000)}
     held = weakref.ref(state["large"])
-    checkpoints.save(1, state)
+    checkpoints.save(2, state)  # which meets the error of the save before
     checkpoints.wait()
     del state
     gc.collect()
     assert checkpoints.failed_saves == 1
     assert held() is None
-    down.clear()
-    checkpoints.save(2, state_of(0, 2))
     checkpoints.close()
 
 
