@@ -184,16 +184,16 @@ class Cancellation:
 
 
 @contextmanager
-def begin_early(call: Callable[[Clock], T], *, at_once: bool) -> Iterator[Callable[[], T]]:
+def begin_early(call: Callable[[Clock | None], T], *, at_once: bool) -> Iterator[Callable[[], T]]:
     """Make a call in another thread while a block runs; yield a function that waits for its result or raises its error.
 
     The call gets a clock, by which its deadlines expire with the block. Unless `at_once`, the call is made when the
-    yielded function is called, and so perhaps never.
+    yielded function is called, and so perhaps never, and gets None, for the clock of the system.
     """
-    cancellation = Cancellation()
     if not at_once:
-        yield partial(call, cancellation.clock)
+        yield partial(call, None)
         return
+    cancellation = Cancellation()
     pool = Workers(1, "dcp_remote-early", delays_exit=False)
     try:
         yield submit_or_run(pool, partial(call, cancellation.clock)).result

@@ -259,7 +259,7 @@ def expect_entry(store: ObjectStore, step: int | str | None, *, retry_seconds: f
         yield ExpectedEntry(store)
         return
 
-    def read(clock: Clock) -> bytes:
+    def read(clock: Clock | None) -> bytes:
         reading = RetryingStore(store, Deadline(retry_seconds, clock))
         return get_decoded(reading, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
 
