@@ -180,7 +180,7 @@ def test_under_torch_every_error_keeps_its_class_and_details() -> None:
     store = MemoryStore()
     faulty = FaultyStore(store, [matching(_puts("shards/"), "request", persistent=True)])
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.ones(2)}, storage_writer=RemoteWriter(faulty, timeout_seconds=0.3))
+        dcp.save({"w": torch.ones(2)}, storage_writer=RemoteWriter(faulty, timeout_seconds=3.0))
     error = caught.value.failures[0][0]
     assert isinstance(error, SaveFailedError)
     assert {"rank", "shard", "attempts", "cause"} <= error.details.keys()
