@@ -104,7 +104,8 @@ def saves_and_loads(store: RecordingStore, state: State, blank: Callable[[], obj
 
     def save(what: State, where: ObjectStore) -> None:
         # Without collectives, in which torch's pickles of its plans take as much again as everything else together.
-        dcp.save(what, storage_writer=RemoteWriter(where, memory_budget_bytes=BUDGET_BYTES), no_dist=True)
+        writer = RemoteWriter(where, memory_budget_bytes=BUDGET_BYTES, shard_bytes=SHARD_BYTES_MAX)
+        dcp.save(what, storage_writer=writer, no_dist=True)
 
     def load_into(what: State, where: ObjectStore) -> None:
         dcp.load(what, storage_reader=RemoteReader(where, memory_budget_bytes=BUDGET_BYTES), no_dist=True)

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CorruptCheckpointError, TransientStorageError
 from dcp_remote.format import catalog as rules
 from dcp_remote.format import keys
 from dcp_remote.format.catalog import Attempt, Catalog, Entry
+from dcp_remote.format.document import STORED_BYTES_MAX, unseal
 from dcp_remote.run import catalog_store, deletions, gc, lookup
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.deletions import Deletions
@@ -27,6 +29,8 @@ from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.retention import Decision, Retention, decide
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.base import Condition, ObjectInfo, Version
+from dcp_remote.storage.rereads import get_decoded
+from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import WrappedStore
 from tests.simulation.jobs import SCENES, History, play
 from tests.simulation.rules_left_out import (
@@ -217,10 +221,11 @@ def looking_once() -> Callable[..., gc._Seen | None]:
     return live
 
 
-def no_second_look(store: ObjectStore, entry: Entry, **other: Any) -> object:
+def no_second_look(store: ObjectStore, entry: Entry, *, retry_seconds: float) -> bytes:
     """Let a reader take a checkpoint for damaged when an object is missing at its first look."""
+    reading = RetryingStore(store, Deadline(retry_seconds))
     try:
-        return lookup.read_manifest_at(store, entry.manifest, save_id=entry.save_id, **other)
+        return get_decoded(reading, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
     except FileNotFoundError as error:
         raise CorruptCheckpointError("Missing.") from error
 
@@ -268,7 +273,7 @@ LEFT_OUT: dict[str, tuple[str, object]] = {
         "tests.simulation.jobs.origin",
         lambda *, revision, step: f"0-step-{step:012d}-",
     ),
-    "looking again for what a reader misses": ("dcp_remote.run.lookup.read_entry", no_second_look),
+    "looking again for what a reader misses": ("dcp_remote.run.lookup.fetch_entry", no_second_look),
     "the token, of deleting and retention": ("dcp_remote.run.deletions.require_owner", lambda catalog, owner: None),
     "the token, of naming": ("dcp_remote.run.labels.require_owner", lambda catalog, owner: None),
     "moving names only if told to": (
