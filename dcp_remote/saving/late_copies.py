@@ -56,7 +56,7 @@ class _Seen(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything was written since."""
+        """True if anything was written since."""
         if any(tensor._version != version for tensor, version in self.tensors):
             return True
         return self.sample is not None and _sample(self.source).numpy().tobytes() != self.sample

@@ -17,28 +17,14 @@ from urllib.request import getproxies, proxy_bypass
 from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import ProfileNotFound
-from botocore.loaders import Loader, create_loader
+from botocore.loaders import create_loader
 from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 
-
-@functools.cache
-def _get_models(search_path: str | None) -> Loader:
-    """Return the loader that all sessions of the process share, since a loader keeps the models that it has read.
-
-    To know whether there is a service, botocore looks into the folders of all 430, twice; here it lists their names.
-    """
-    models = create_loader(search_path)
-
-    def list_services(type_name: str) -> list[str]:  # as botocore names it
-        # `Path.is_dir` raises an error below a home that this user may not search.
-        folders = [folder for folder in models.search_paths if os.path.isdir(folder)]  # noqa: PTH112
-        return sorted({service for folder in folders for service in os.listdir(folder)})  # noqa: PTH208
-
-    models.list_available_services = list_services  # type: ignore[method-assign]  # of one loader
-    return models
+# Shared by all sessions of the process, since a loader keeps the models that it has read.
+_get_models = functools.cache(create_loader)
 
 
 @dataclass(frozen=True, slots=True)

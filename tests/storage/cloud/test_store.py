@@ -246,23 +246,6 @@ def test_addresses(bucket: str, options: dict[str, object], endpoint_url: str, v
     assert (place.endpoint_url, place.virtual_hosted) == (endpoint_url, virtual_hosted)
 
 
-@pytest.mark.usefixtures("empty_environment")
-def test_models_of_other_services_are_not_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Resolve an endpoint, with a search path that is missing: of botocore's 430 folders only that of S3 is opened."""
-    opened: list[str] = []
-    list_folder = os.listdir
-
-    def listdir(path: str | Path) -> list[str]:
-        opened.append(Path(path).name)
-        return list_folder(path)
-
-    monkeypatch.setenv("AWS_DATA_PATH", str(tmp_path / "missing"))
-    monkeypatch.setattr(os, "listdir", listdir)
-    assert resolve_s3("bucket", parse_options(S3Options, {"region": "eu-west-1"})).virtual_hosted
-    assert "s3" in opened
-    assert not {"ec2", "iam", "sts"}.intersection(opened)
-
-
 class TestGoogle:
     """Google Cloud through its XML API, on a scripted server, since no other server for it is available."""
 
