@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck size pytest test test-hosts test-frameworks campaign torture mutants demo bench docs dist clean
+.PHONY: help install lint format typecheck size pytest test test-hosts test-gpu test-frameworks campaign torture mutants demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,11 @@ test: lint ## Check style, types and tests: what every change must pass
 # By itself, because what ends in time on an idle machine may be late on a busy one; the tests mostly wait.
 test-hosts: $(INSTALLED) ## Test on several hosts (namespaces: Linux, root, nftables) and print a table of all outcomes
 	$(PYTHON) -m pytest tests/hosts --numprocesses 4 $(ARGS)
+
+# The CPU build sees no GPU: on a fresh clone, TORCH=torch installs the build that does.
+test-gpu: $(INSTALLED) ## Test on a GPU and print what saves block there (make TORCH=torch test-gpu; skipped without one)
+	$(PYTHON) -m pytest tests/gpu $(ARGS)
+	$(PYTHON) -m tests.gpu.measure
 
 # Frameworks pin what our tools do not, and what other frameworks need, so three environments hold them. They outlive
 # `make clean`, and with them the extension that DeepSpeed compiles in its first run, in one to three minutes.
@@ -190,5 +195,5 @@ import importlib.metadata, sys, torch; \
 names = {d.name.lower() for d in importlib.metadata.distributions()}; \
 cuda = sorted(name for name in names - {"nvidia-ml-py"} if name.startswith("nvidia-")); \
 sys.exit(f"$(VENV) holds CUDA; remove it and begin again. cuda={torch.version.cuda} packages={cuda}" \
-if torch.version.cuda or cuda else 0)
+if "+cpu" in "$(TORCH)" and (torch.version.cuda or cuda) else 0)
 endef
