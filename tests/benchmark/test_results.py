@@ -14,7 +14,7 @@ from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark import run
 from tests.benchmark.report import publish
 from tests.benchmark.report.goals import Goal, goals
-from tests.benchmark.report.plan import FULL, HTTP, OURS, PEERS, QUICK, RAW, TLS, TRAINING
+from tests.benchmark.report.plan import FULL, HTTP, OURS, PEERS, QUICK, RAW, TINY, TLS, TRAINING
 from tests.benchmark.report.publish import (
     BEGIN,
     CHART,
@@ -214,5 +214,21 @@ def test_every_section_interleaves_its_groups() -> None:
 
 def test_quick_is_a_part_of_it() -> None:
     """One round of each, of the same clients, and never of the largest state."""
-    assert all(section.rounds == 1 and section.state in {"medium", "fewer"} for section in QUICK.values())
+    assert all(section.rounds == 1 and section.state in {"medium", "fewer", "tiny"} for section in QUICK.values())
     assert QUICK.keys() < FULL.keys()
+
+
+def test_saves_that_return_early_have_goals_in_seconds() -> None:
+    """Of the same state, copied before `save` returns and later; and the CPU of a tiny one."""
+    figures = {"blocked_seconds": 0.05, "later_cpu_seconds": 0.02}
+    rows = (
+        replace(row(OURS, "background", 1.0), **figures),
+        replace(row(OURS, "overlapped", 1.0), **figures),
+        replace(row(OURS, "background", 1.0, section=TINY), **figures),
+    )
+    found = {what: (goal.measured, goal.reached) for what, goal in named(Results(ABOUT, rows)).items()}
+    assert found == {
+        "http: seconds that a save blocks the main thread, background": (0.05, True),
+        "http: seconds that a save blocks the main thread, overlapped": (0.05, False),
+        "1 MiB: CPU of a later save of a manager": (0.02, True),
+    }

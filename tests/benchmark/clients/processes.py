@@ -30,6 +30,7 @@ _OF_ALL_RANKS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "above_state_bytes": max,
     "first_blocked_seconds": max,
     "blocked_seconds": max,
+    "later_cpu_seconds": sum,
     "steps_per_second": min,
     "alone_steps_per_second": min,
     "saves": max,

@@ -47,10 +47,20 @@ LARGEST = Shape(layers=24, hidden=1024, vocabulary=51_200)
 MEDIUM = Shape(layers=2, hidden=768, vocabulary=25_600)
 # 7 MiB, for the tests.
 SMALL = Shape(layers=2, hidden=128, vocabulary=1_000)
+# 1 MiB, where nothing but what each save costs is seen.
+TINY = Shape(layers=1, hidden=64, vocabulary=590)
 # 20,000 tensors, and 2,000, of 4 to 1,024 bytes each.
 MANY, FEWER = (Shape(layers=layers, hidden=4, vocabulary=64) for layers in (555, 55))
 
-SHAPES = {"small": SMALL, "medium": MEDIUM, "large": LARGE, "largest": LARGEST, "many": MANY, "fewer": FEWER}
+SHAPES = {
+    "tiny": TINY,
+    "small": SMALL,
+    "medium": MEDIUM,
+    "large": LARGE,
+    "largest": LARGEST,
+    "many": MANY,
+    "fewer": FEWER,
+}
 
 
 def state_of(shape: Shape, *, filled: bool) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _FAILURE_CHARACTERS_MAX = 1000
 class Task:
     """Task of a worker."""
 
-    client: str  # one of `CLIENTS`; the actions "background" and "train" are ours alone
+    client: str  # one of `CLIENTS`; "background", "overlapped" and "train" are ours alone
     step: Step
     url: str
     state: str  # one of `SHAPES`
@@ -98,8 +98,9 @@ def measure(task: Task) -> Measured:
             url = f"{task.url}/again" if step.action == "again" else task.url
             with _spinning(step.beside):
                 act(url, state)
-        case "background":
-            figures = background_saves(task.url, task.options, state)
+        case "background" | "overlapped":
+            is_overlapped = step.action == "overlapped"
+            figures = background_saves(task.url, task.options, state, is_overlapped=is_overlapped)
         case "train":
             figures = disturbed(task.url, task.options, state, step.beside)
     _meet()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import MiB
 from tests.benchmark.report.plan import (
-    BEST,
     BUSY,
+    CEPH,
     FAR,
     HTTP,
     LARGEST,
@@ -17,14 +18,18 @@ from tests.benchmark.report.plan import (
     OURS,
     PEERS,
     RAW,
+    REFUSING,
     RESHARDING,
-    S3FS,
     SAVED_BY_RANKS,
+    TINY,
     TLS,
     TRAINING,
     Beside,
 )
 from tests.benchmark.report.rows import Results, Row, cpu_per_gib, median, wall
+
+# Where a PUT takes long, what counts is how many are under way.
+_FAR_TIMES = {"save": 2.5, "load": 10.0}
 
 # Default `memory_budget_bytes` of writer, reader and manager.
 _BUDGET_MIB = 256
@@ -51,7 +56,7 @@ class Goal:
 
 def goals(results: Results) -> list[Goal]:
     """Return the goals whose figures were measured."""
-    parts = (_speed, _cpu, _far, _busy, _blocked, _training, _amplification, _memory, _many)
+    parts = (_speed, _cpu, _busy, _blocked, _fixed, _training, _amplification, _memory)
     return [goal for part in parts for goal in part(results)]
 
 
@@ -76,24 +81,20 @@ def _goal(
 
 
 def _speed(results: Results) -> Iterator[Goal]:
-    for section in (HTTP, TLS):
+    """Yield the ratios to the better peer, which share two cores with the server: as seconds, raw sockets reach 4.6."""
+    for section in (HTTP, TLS, FAR, REFUSING, CEPH, MANY):
         for ranks in (1, 2, 4):
-            for action, times in (("save", 3.0), ("load", 4.0)):
+            for action in ("save", "load"):
                 peer = wall_of_better_peer(results, section, action, ranks)
                 own = median(results.select(section, OURS, action, ranks=ranks), wall)
                 what = f"{section}, {ranks} rank{'s' * (ranks > 1)}: {action} faster than the better peer"
-                yield from _goal(what, peer, own, at_least=times)
+                yield from _goal(what, peer, own, at_least=_FAR_TIMES[action] if section == FAR else 1.0)
 
 
 def _cpu(results: Results) -> Iterator[Goal]:
-    for section, action, times in ((HTTP, "save", 1.5), (HTTP, "load", 2.0), (TLS, "save", 1.0), (TLS, "load", 1.5)):
+    for section, action, times in ((HTTP, "save", 1.5), (HTTP, "load", 1.7), (TLS, "save", 1.1), (TLS, "load", 1.1)):
         own, raw = (median(results.select(section, client, action), cpu_per_gib) for client in (OURS, RAW))
         yield from _goal(f"{section}: client CPU of a {action} over the raw socket's", own, raw, at_most=times)
-
-
-def _far(results: Results) -> Iterator[Goal]:
-    stock, own = (median(results.select(FAR, client, "load"), wall) for client in (S3FS + BEST, OURS))
-    yield from _goal(f"{FAR}: load faster than FsspecReader", stock, own, at_least=8.0)
 
 
 def _busy(results: Results) -> Iterator[Goal]:
@@ -105,11 +106,17 @@ def _busy(results: Results) -> Iterator[Goal]:
 
 
 def _blocked(results: Results) -> Iterator[Goal]:
-    for section in (HTTP, FAR):
-        stock = median(results.select(section, S3FS + BEST, "save"), wall)
-        own = median(results.select(section, OURS, "background"), lambda row: row.blocked_seconds)
-        what = f"{section}: seconds that a save blocks the main thread, FsspecWriter over ours in the background"
-        yield from _goal(what, stock, own, at_least=54.0)
+    for action, seconds in (("background", 0.08), ("overlapped", 0.01)):
+        blocked = median(results.select(HTTP, OURS, action), lambda row: row.blocked_seconds)
+        if blocked is not None:
+            what = f"{HTTP}: seconds that a save blocks the main thread, {action}"
+            yield Goal(what=what, measured=blocked, at_most=seconds, unit=" s")
+
+
+def _fixed(results: Results) -> Iterator[Goal]:
+    used = median(results.select(TINY, OURS, "background"), lambda row: row.later_cpu_seconds)
+    if used is not None:
+        yield Goal(what=f"{TINY}: CPU of a later save of a manager", measured=used, at_most=0.03, unit=" s")
 
 
 def training_seconds_lost(rows: Sequence[Row]) -> float | None:
@@ -150,20 +157,10 @@ def _state_bytes(row: Row) -> float:
 
 
 def _memory(results: Results) -> Iterator[Goal]:
-    for section in (HTTP, LARGEST):
+    for section in (HTTP, LARGEST, MANY):
         for action in ("save", "load"):
             rows = results.select(section, OURS, action)
             above, size_bytes = median(rows, lambda row: row.above_state_bytes), median(rows, _state_bytes)
             if above is not None and size_bytes is not None:
-                what = f"memory above a state of {size_bytes / MiB / 1024:.1f} GiB in a {action}"
+                what = f"memory above a state of {human_bytes(round(size_bytes))} in a {action}"
                 yield Goal(what=what, measured=above / MiB, at_most=_BUDGET_MIB, unit=" MiB")
-
-
-def _many(results: Results) -> Iterator[Goal]:
-    for action in ("save", "load"):
-        rows = results.select(MANY, OURS, action)
-        peer, above = wall_of_better_peer(results, MANY, action, 1), median(rows, lambda row: row.above_state_bytes)
-        yield from _goal(f"{MANY}: {action} faster than the better peer", peer, median(rows, wall), at_least=1.0)
-        if above is not None:
-            what = f"{MANY}: memory above the state in a {action}"
-            yield Goal(what=what, measured=above / MiB, at_most=_BUDGET_MIB, unit=" MiB")

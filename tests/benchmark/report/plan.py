@@ -20,8 +20,9 @@ BEST = ", best"
 PEERS = (f"{S3FS}{BEST}", f"{CONNECTOR}{BEST}")
 
 # "again" is the second save of a process, whose connections and latencies are known; "background" is saves by
-# `CheckpointManager`, which returns early; "train" is training while a save is under way.
-Action: TypeAlias = Literal["save", "load", "again", "background", "train"]
+# `CheckpointManager`, which returns early; "overlapped" is the same after a call of `before_update()`, so that `save`
+# returns while the state is being copied; "train" is training while a save is under way.
+Action: TypeAlias = Literal["save", "load", "again", "background", "overlapped", "train"]
 
 # For a save: the place of a busy loop. For training: the place of the save, a thread of the training process or a
 # process beside it; "manager" is the thread of `CheckpointManager`.
@@ -69,7 +70,7 @@ class Section:
 HTTP, TLS = "http", "TLS"
 FAR, REFUSING = "100 ms, 50 MB/s a connection", "5 % of requests 503"
 DEFAULTS, CEPH, BUSY, TRAINING, RESHARDING, LARGEST = "defaults", "Ceph", "busy", "training", "resharding", "largest"
-MANY = "many small tensors"
+MANY, TINY = "many small tensors", "1 MiB"
 
 # Numbers of ranks that save and load a state.
 SAVED_BY_RANKS, LOADED_BY_RANKS = 8, (1, 2, 3, 5)
@@ -94,7 +95,10 @@ def _transfers(several: Sequence[int]) -> tuple[Group, ...]:
 
 _SECTIONS = (
     Section(
-        HTTP, "large", (*_transfers((2, 4)), Group(OURS, (Step("background"),))), server_bytes=_SEVERAL_SAVES_BYTES
+        HTTP,
+        "large",
+        (*_transfers((2, 4)), Group(OURS, (Step("background"),)), Group(OURS, (Step("overlapped"),))),
+        server_bytes=_SEVERAL_SAVES_BYTES,
     ),
     Section(TLS, "large", _transfers((2, 4)), tls=True),
     Section(
@@ -138,6 +142,7 @@ _SECTIONS = (
     ),
     Section(LARGEST, "largest", (_both(OURS, 1),), rounds=2, server_bytes=5 * GiB),
     Section(MANY, "many", tuple(_both(client, 1) for client in (OURS, *PEERS)), rounds=3),
+    Section(TINY, "tiny", (Group(OURS, (Step("background"),)),)),
 )
 
 FULL = {section.name: section for section in _SECTIONS}
@@ -150,7 +155,7 @@ def _quick(section: Section) -> Section:
         for group in section.groups
         if (steps := tuple(step for step in group.steps if step.ranks in (1, 2)))
     )
-    state = "fewer" if section.state == "many" else "medium"
+    state = {"many": "fewer", "tiny": "tiny"}.get(section.state, "medium")
     return replace(section, state=state, groups=groups, rounds=1, server_bytes=3 * GiB)
 
 

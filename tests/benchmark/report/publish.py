@@ -17,7 +17,7 @@ from dcp_remote.common.text import human_bytes
 from dcp_remote.errors import InvalidArgumentError
 from tests.benchmark.report.chart import draw
 from tests.benchmark.report.goals import goals, wall_of_better_peer
-from tests.benchmark.report.plan import BUSY, HTTP, MANY, OURS, PEERS, RESHARDING, TLS, TRAINING
+from tests.benchmark.report.plan import BUSY, HTTP, MANY, OURS, PEERS, RESHARDING, TINY, TLS, TRAINING
 from tests.benchmark.report.rows import Results, median
 from tests.benchmark.report.tables import (
     about,
@@ -26,6 +26,7 @@ from tests.benchmark.report.tables import (
     goals_table,
     many_table,
     resharding_table,
+    tiny_table,
     training_table,
     transfer_table,
 )
@@ -37,7 +38,7 @@ BEGIN, END = "<!-- bench: written by `python -m tests.benchmark.report.publish` 
 RESULTS, TABLES, CHART = "results.json", "RESULTS.md", "results.png"
 
 # Sections that compare no clients by save and load.
-_TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_table, MANY: many_table}
+_TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_table, MANY: many_table, TINY: tiny_table}
 
 _PICTURE = "Seconds of a save and of a load, by client"
 _ACTIONS = ("save", "load")

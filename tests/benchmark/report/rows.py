@@ -19,8 +19,10 @@ class Measured:
     cpu_seconds: float = 0.0  # CPU seconds of all threads of this process
     state_bytes: int = 0  # size of the tensors, in bytes
     above_state_bytes: int = 0  # peak of resident memory, in bytes, less that at the start
-    first_blocked_seconds: float = 0.0  # seconds until the first call of `save` returned; "background" and "train" only
-    blocked_seconds: float = 0.0  # seconds until a later call of `save` returned; "background" and "train" only
+    # Until a call of `save` returned that goes on in the background: of the first, and in the median of later ones.
+    first_blocked_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    later_cpu_seconds: float = 0.0  # CPU seconds of such a later save, to its end; not in "train"
     steps_per_second: float = 0.0  # training steps per second during a save, after its call returned; "train" only
     alone_steps_per_second: float = 0.0  # training steps per second without a save, in the same process; "train" only
     saves: int = 0  # number of saves; "train" only

@@ -16,6 +16,7 @@ from tests.benchmark.report.plan import (
     RAW,
     RESHARDING,
     SAVED_BY_RANKS,
+    TINY,
     TLS,
     TRAINING,
     Beside,
@@ -197,6 +198,18 @@ def training_table(results: Results) -> str:
 def _one(rows: Sequence[Row], figure: Callable[[Row], float], form: str) -> str:
     value = median(rows, figure)
     return form.format(value) if value is not None else _NOTHING
+
+
+def tiny_table(results: Results) -> str:
+    """Return the table of a state so small that only what each save costs is seen."""
+    found = results.select(TINY, OURS, "background")
+    figures = (_one(found, lambda row: row.later_cpu_seconds, "{:.3f}"), _one(found, _blocked_seconds, "{:.3f}"))
+    told = "A later save of `CheckpointManager`, with its catalog and manifest; one rank."
+    return f"{told}\n\n" + _table(("CPU of the client, s", "the call blocks, s"), [figures])
+
+
+def _blocked_seconds(row: Row) -> float:
+    return row.blocked_seconds
 
 
 def resharding_table(results: Results) -> str:
