@@ -97,11 +97,11 @@ class CheckpointManager:
     at any moment, the run has the checkpoints that it had, and perhaps the new one, each whole.
 
     The first save exchanges plans; a later save does so again if a name, a shape or a dtype has changed on any rank.
-    A tensor that several ranks hold, as under DDP or HSDP, is written by one of them; the largest tensors by all of
-    them, a part each, if digests of all bits are equal in that save. In the first save of a job with a name, digests of
-    all bits of such tensors are compared before the upload: if ranks hold different values, every rank raises
-    `InvalidArgumentError`, which names the tensors and the ranks (see `replicas`). Later saves compare only the tensors
-    that are written in parts; if these have come to differ, the lowest rank's is saved, with a warning.
+    A tensor that several ranks hold, as under DDP or HSDP, is written by one of them: the largest first, each by the
+    rank with the least to write. In the first save of a job with a name, digests of all bits of such tensors are
+    compared before the upload: if ranks hold different values, every rank raises `InvalidArgumentError`, which names
+    the tensors and the ranks (see `replicas`). Later saves compare none of them: a tensor that has come to differ is
+    saved as the rank that writes it holds it.
 
     Of buffers of modules, objects, and numbers (tensors without dimensions) that are neither parameters nor states of
     optimizers, ranks may hold different values, and each save holds that of the lowest rank that has one. A job says so
@@ -123,7 +123,7 @@ class CheckpointManager:
         timeout_seconds: Deadline of one save or restore, in seconds from the call; 1800.
         dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
         replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
-            buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor, whole:
+            buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor:
             for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts. Never compared are
             tensors of a subclass other than `DTensor`.
         resumed_from: Step whose state was loaded by other means than `restore`.

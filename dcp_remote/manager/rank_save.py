@@ -75,7 +75,7 @@ class RankSaver:
         self._shard_bytes, self._shard_bytes_max = shard_bytes, shard_bytes or choose_shard_bytes(memory_budget_bytes)
         self._allow_pickle = allow_pickle
         self._progress = progress
-        self._planning = RankPlanning(ranks, coordinator, shard_bytes_max=self._shard_bytes_max, replicas=replicas)
+        self._planning = RankPlanning(ranks, coordinator, replicas=replicas)
         # Checkpoint that names what this rank wrote last (save_id and manifest key), and what that was.
         self._last: tuple[tuple[str, str], Baseline] | None = None
 
@@ -99,7 +99,7 @@ class RankSaver:
             if isinstance(agreed, Labelled):  # this job has saved the step before
                 return self._report_repeated(task, agreed, before)
             with start_progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
-                progress.begin(task.labels.step, sum(map(chunk_bytes, agreed.plan.plan.items)))
+                progress.begin(task.labels.step, sum(map(chunk_bytes, agreed.plan.items)))
                 uploading_seconds = time.monotonic()
                 with phase("uploading"):
                     report = self._upload(collective, task, agreed, progress)
@@ -189,14 +189,13 @@ class RankSaver:
             discard=self.background_deletions.delete,
         ) as uploads:
             report = write_shards(
-                agreed.plan.plan,
+                agreed.plan,
                 task.planner,
                 uploads,
                 origin=origin(revision=run.revision, step=run.step),
                 allow_pickle=self._allow_pickle,
                 shard_bytes_max=self._shard_bytes_max,
                 shard_bytes=self._shard_bytes,
-                shared=agreed.plan.shared,
                 base=baseline,
             )
             if task.late is not None:

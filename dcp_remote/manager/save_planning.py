@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from torch.distributed.checkpoint.planner import SavePlan
+
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
@@ -22,23 +24,19 @@ from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode
 from dcp_remote.saving.plan_cache import (
     LISTED_BYTES,
-    Digests,
     PlanCache,
     Proposal,
-    RankPlan,
     RunPlanner,
     compared_items,
     describe_entries,
     digest_objects,
     digest_sets,
-    find_differing_replicas,
     list_digests,
     propose,
-    replica_digests,
     to_rank_plan,
     to_table,
 )
-from dcp_remote.saving.plan_table import Chunk, PlanTable, ReplicaSet, Share, arrange
+from dcp_remote.saving.plan_table import PlanTable, ReplicaSet, Share, arrange
 from dcp_remote.saving.rank_differences import (
     SetDigests,
     choose_listing_ranks,
@@ -99,7 +97,7 @@ class Agreed(NamedTuple):
     """Plan of one save, as the ranks agreed on it."""
 
     ticket: SaveTicket
-    plan: RankPlan  # of this rank
+    plan: SavePlan  # of this rank
     planned: Planned | None  # contents of the checkpoint; None on other ranks than the coordinator
 
 
@@ -108,7 +106,6 @@ class _Request(NamedTuple):
 
     labels: CheckpointLabels
     key: str | None  # save in which the ranks agreed on the plan that this rank would write again; None for a new plan
-    digests: Digests  # of the replicas of which this rank would write parts
     # Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
     unclear: list[tuple[SaveTicket, tuple[str, ...]]]
 
@@ -118,20 +115,6 @@ class _Begun(NamedTuple):
 
     ticket: SaveTicket
     is_known: bool  # True if every rank writes what it wrote in the last save
-
-
-class _Values(NamedTuple):
-    """Digests of the values that a rank compares with those of others under a new plan."""
-
-    sets: SetDigests
-    parts: Digests  # of the replicas of which this rank writes parts
-
-
-class _Compared(NamedTuple):
-    """Answer of the coordinator to the values of all ranks."""
-
-    is_agreed: bool  # False if replicas differ of which several ranks were to write parts
-    listing: Mapping[int, tuple[int, ...]]  # ranks that must list the digests of a set, by the number of the set
 
 
 def require_one_kind(*, is_one_kind: bool) -> None:
@@ -148,13 +131,10 @@ class RankPlanning:
     `owner` is the job as which this rank saved last; None before its first save.
     """
 
-    def __init__(
-        self, ranks: RankGroup, coordinator: Coordinator | None, *, shard_bytes_max: int, replicas: Replicas
-    ) -> None:
+    def __init__(self, ranks: RankGroup, coordinator: Coordinator | None, *, replicas: Replicas) -> None:
         """Begin without a plan. `coordinator` is None on other ranks."""
         self._ranks = ranks
         self._coordinator = coordinator
-        self._shard_bytes_max = shard_bytes_max
         self._replicas = replicas
         # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
         self.unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
@@ -171,24 +151,13 @@ class RankPlanning:
         # Nothing is kept before the end, because the thread of an earlier save may be stuck while it plans.
         kept, planner = self._kept, task.planner
         decisions = _Decisions(
-            self._coordinator,
-            kept,
-            self._shard_bytes_max,
-            self._replicas,
-            self._compared,
-            self._reported,
-            task.labels.step,
+            self._coordinator, kept, self._replicas, self._compared, self._reported, task.labels.step
         )
         collective.set_activity("planning")
         planner.set_up_planner(task.state)
-        proposal = propose(planner, shard_bytes_max=self._shard_bytes_max, roles=task.roles)
+        proposal = propose(planner, task.roles)
         require_unicode(proposal.plan)
-        request = _Request(task.labels, kept.key_of(proposal), {}, self.unclear[:])
-        if request.key is not None:
-            collective.set_activity("comparing replicas")
-            if kept.plan.shared:
-                task.finish_copies()
-            request = request._replace(digests=replica_digests(kept.plan, planner, collective.raise_if_cancelled))
+        request = _Request(task.labels, kept.key_of(proposal), self.unclear[:])
         collective.set_activity("asking whether this step may be saved")
         begun = collective.gather(request, partial(decisions.begin, collective=collective, borrow=borrow))
         del self.unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
@@ -207,41 +176,30 @@ class RankPlanning:
         self.owner = Owner(ticket.run.run_id, ticket.run.token)
         if not begun.is_known:
             collective.set_activity("planning")
-            plan = self._plan_anew(collective, planner, proposal, request.digests, decisions)
+            plan = self._plan_anew(collective, planner, proposal, decisions)
             self._kept = kept = PlanCache(ticket.save_id, proposal, plan, decisions.planned)
-        planner.finish_plan(kept.plan.plan)
+        planner.finish_plan(kept.plan)
         return Agreed(ticket, kept.plan, kept.planned)
 
     def _plan_anew(
-        self,
-        collective: Collective,
-        planner: RunPlanner,
-        proposal: Proposal,
-        digests: Digests,
-        decisions: _Decisions,
-    ) -> RankPlan:
+        self, collective: Collective, planner: RunPlanner, proposal: Proposal, decisions: _Decisions
+    ) -> SavePlan:
         """Agree on a new plan, and compare the values that several ranks hold.
 
         Values are compared with new plans only: each difference is reported once, and other saves cost no more.
         """
         check = collective.raise_if_cancelled
         table = to_table(proposal, digest_objects(proposal, planner) if self._ranks.world_size > 1 else None)
-        while True:
-            share = collective.scatter(table, decisions.arrange_tables)
-            plan, sets = to_rank_plan(proposal, share), compared_items(proposal, share)
-            if not share.is_cut and not share.has_sets:
-                return plan
+        share = collective.scatter(table, decisions.arrange_tables)
+        if share.has_sets:
             collective.set_activity("comparing replicas")
-            digests = replica_digests(plan, planner, check, known=digests, sets=sets)
-            values = _Values(digest_sets(sets, planner, check), digests)
-            compared = collective.gather(values, decisions.compare_values)
-            if compared.listing:
-                listed = [number for number, ranks in compared.listing.items() if self._ranks.rank in ranks]
+            sets = compared_items(proposal, share)
+            listing = collective.gather(digest_sets(sets, planner, check), decisions.compare_values)
+            if listing:
+                listed = [number for number, ranks in listing.items() if self._ranks.rank in ranks]
                 lists = {number: list_digests(sets[number], planner, check) for number in listed}
                 collective.gather(lists, decisions.compare_lists)
-            # Else writers of parts hold different values: then one of them writes the whole.
-            if compared.is_agreed:
-                return plan
+        return to_rank_plan(proposal, share)
 
 
 @dataclass(slots=True)
@@ -250,7 +208,6 @@ class _Decisions:
 
     _coordinator: Coordinator | None
     _kept: PlanCache
-    _shard_bytes_max: int
     _replicas: Replicas
     # Names of tensors that were compared between ranks in this job, and of objects of which a warning was logged.
     _compared: set[str]
@@ -259,7 +216,6 @@ class _Decisions:
     _sets: tuple[ReplicaSet, ...] = ()
     # Ranks with equal values, of each set that differs.
     _groups: dict[int, list[list[int]]] = field(default_factory=dict)
-    _differing: frozenset[Chunk] = frozenset()
     planned: Planned | None = None
 
     @property
@@ -276,29 +232,13 @@ class _Decisions:
         begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
         if isinstance(begun, Labelled):
             return begun
-        are_equal = self._compare_replicas([request.digests for request in requests])
         is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
-        return _Begun(begun, is_known and are_equal)
-
-    def _compare_replicas(self, digests: Sequence[Digests]) -> bool:
-        """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""
-        found = find_differing_replicas(digests)
-        for name, offsets in sorted(found):
-            logger.warning(
-                "Ranks have come to hold different values of a tensor that is replicated; those of the lowest rank are "
-                "saved. tensor=%s offsets=%s",
-                name,
-                offsets,
-            )
-        self._differing |= found
-        return not found
+        return _Begun(begun, is_known)
 
     def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
         """Decide which rank writes what; return the share of each rank."""
         arrangement = arrange(
             tables,
-            shard_bytes_max=self._shard_bytes_max,
-            unlike=self._differing,
             to_lowest_rank=self._replicas == "coordinator",
             compared=self._compared if self._replicas == "equal" else None,
         )
@@ -309,17 +249,15 @@ class _Decisions:
             self._reported.update(difference.name for difference in new)
         return arrangement.shares
 
-    def compare_values(self, values: Sequence[_Values]) -> _Compared:
-        """Compare the values that ranks hold under a new plan."""
-        is_agreed = self._compare_replicas([own.parts for own in values])
-        digests = [own.sets for own in values]
+    def compare_values(self, digests: Sequence[SetDigests]) -> dict[int, tuple[int, ...]]:
+        """Compare the values that ranks hold; return, by the number of a set that differs, the ranks that list it."""
         found = {
             number: group_by_digest(one.ranks.tolist(), digests, number) for number, one in enumerate(self._sets, 1)
         }
         self._groups = {number: groups for number, groups in found.items() if len(groups) > 1}
         if not self._groups:
             self._note_compared()
-        return _Compared(is_agreed, {number: choose_listing_ranks(groups) for number, groups in self._groups.items()})
+        return {number: choose_listing_ranks(groups) for number, groups in self._groups.items()}
 
     def compare_lists(self, lists: Sequence[dict[int, bytes]]) -> None:
         """Find the tensors that differ, by digests of single tensors; log those that are buffers.

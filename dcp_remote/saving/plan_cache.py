@@ -6,17 +6,15 @@ it, and a changed dtype goes unnoticed (torch 2.13, planner_helpers.py). The cac
 compares everything that a plan says.
 
 A checkpoint holds one rank's values of a replica, which torch never compares with the others'. Here digests of all
-values are compared in the first save with a name, before anything is written. Several ranks may each write a part of
-one replica; then every save compares its values, and where they have come to differ, one rank writes the whole tensor.
+values are compared in the first save with a name, before anything is written. Later saves compare none.
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,11 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
-from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import concat_integers, get_flatten_mapping, to_kind
@@ -42,26 +38,6 @@ from dcp_remote.serialization.state_dict import PER_RANK_KEY, TensorRoles
 from dcp_remote.serialization.tensors import PLAIN_TYPES, dtype_name, is_plain
 from dcp_remote.serialization.torch_tags import lacks_memory
 
-
-@dataclass(frozen=True, slots=True)
-class SharedPart:
-    """Part of a replica that several ranks write: the item of the whole replica, and the part's box in its chunk."""
-
-    whole: WriteItem
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """torch's plan of one rank, and those of its items that are parts of replicas, by index."""
-
-    plan: SavePlan
-    shared: Mapping[MetadataIndex, SharedPart] = field(default_factory=dict)
-
-
-# Digest of all values of each replica that a rank writes a part of.
-Digests: TypeAlias = Mapping[Chunk, bytes]
-
 # Items of each set that a rank compares with others, in the same order on all ranks; by the number of the set.
 ItemSets: TypeAlias = Mapping[int, Sequence[WriteItem]]
 
@@ -73,12 +49,10 @@ LISTED_BYTES = 8
 class Proposal:
     """Plan of a rank before the ranks agree: all that the rank would write if it were alone.
 
-    `large` has the numbers of the items that are larger than a shard and may be written in parts; `roles`, the role
-    (`BUFFER` or `VALUE`) of the tensors that may differ between ranks, by the number of the item.
+    `roles` has the role (`BUFFER` or `VALUE`) of the tensors that may differ between ranks, by the number of the item.
     """
 
     plan: SavePlan
-    large: frozenset[int] = frozenset()
     roles: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -91,7 +65,7 @@ class PlanCache:
 
     key: str | None = None
     proposal: Proposal | None = None
-    plan: RankPlan = field(default_factory=lambda: RankPlan(SavePlan([])))
+    plan: SavePlan = field(default_factory=lambda: SavePlan([]))  # of this rank
     planned: Planned | None = None  # contents of the checkpoint; None on other ranks than the coordinator
 
     def key_of(self, proposal: Proposal) -> str | None:
@@ -112,7 +86,7 @@ class RunPlanner(DefaultSavePlanner):
         self.flatten_state_dict, self.mappings = True, flat.paths
 
 
-def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | None = None) -> Proposal:
+def propose(planner: RunPlanner, roles: TensorRoles | None = None) -> Proposal:
     """Return a rank's proposal; called on every rank, once the planner is set up. Without `roles`, all are replicas."""
     plan = planner.create_local_plan()
     distinct: dict[object, WriteItem] = {}
@@ -126,15 +100,7 @@ def propose(planner: RunPlanner, *, shard_bytes_max: int, roles: TensorRoles | N
     if len(distinct) < len(plan.items):  # a tensor subclass may plan a chunk twice
         plan = replace(plan, items=list(distinct.values()))
     found = {n: _role_of(item, roles) for n, item in enumerate(plan.items) if item.tensor_data is not None and roles}
-    unequal = {number: role for number, role in found.items() if role != REPLICA}
-    large = frozenset(
-        number
-        for number, item in enumerate(plan.items)
-        if chunk_bytes(item) > shard_bytes_max
-        and number not in unequal
-        and _is_divisible(planner.lookup_object(item.index))
-    )
-    return Proposal(plan, large, unequal)
+    return Proposal(plan, {number: role for number, role in found.items() if role != REPLICA})
 
 
 def _distinct_key(item: WriteItem) -> object:
@@ -159,28 +125,6 @@ def _role_of(item: WriteItem, roles: TensorRoles) -> int:
     return REPLICA if item.tensor_data.size or item.index.fqn in roles.trained else VALUE
 
 
-def replica_digests(
-    plan: RankPlan,
-    planner: SavePlanner,
-    check: Callable[[], object],
-    *,
-    known: Digests = MappingProxyType({}),
-    sets: ItemSets = MappingProxyType({}),
-) -> Digests:
-    """Digest all values of every replica of which this rank writes a part, but of those in `sets`; no request.
-
-    Costs 0.05 s of CPU per GiB, without the GIL. Tensors on a device are copied to the host, a MiB at a time, and
-    `check`, which raises when the save is over, is called before each. Digests in `known` are not computed again.
-    """
-    others = {chunk_key(item) for items in sets.values() for item in items}
-    wholes = {chunk_key(part.whole): part.whole for part in plan.shared.values()}
-    return {
-        chunk: known[chunk] if chunk in known else _digest_tensor(planner.resolve_data(whole), check)
-        for chunk, whole in wholes.items()
-        if chunk not in others
-    }
-
-
 def compared_items(proposal: Proposal, share: Share) -> ItemSets:
     """Return the items whose values this rank compares with others'."""
     sets: dict[int, list[WriteItem]] = {}
@@ -190,7 +134,11 @@ def compared_items(proposal: Proposal, share: Share) -> ItemSets:
 
 
 def digest_sets(sets: ItemSets, planner: SavePlanner, check: Callable[[], object]) -> dict[int, bytes]:
-    """Return a digest of all values of each set; no request. Costs as `replica_digests`."""
+    """Return a digest of all values of each set; no request.
+
+    Costs 0.05 s of CPU per GiB, without the GIL. Tensors on a device are copied to the host, a MiB at a time, and
+    `check`, which raises when the save is over, is called before each.
+    """
     return {
         number: digest(b"".join(_digest_tensor(planner.resolve_data(item), check) for item in items))
         for number, items in sets.items()
@@ -217,7 +165,7 @@ def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_orde
         stream = io.BytesIO()
         torch.save(own.coalesce() if own.layout == torch.sparse_coo else own, stream)
         return digest(stream.getbuffer())
-    if not _is_divisible(tensor) or lacks_memory(tensor):
+    if not is_plain(tensor) or tensor.is_nested or lacks_memory(tensor):
         return digest(b"")
     strides = [stride if size > 1 else 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
     order = sorted(range(tensor.dim()), key=lambda n: -strides[n]) if not in_index_order else list(range(tensor.dim()))
@@ -228,14 +176,6 @@ def _digest_tensor(tensor: object, check: Callable[[], object], *, in_index_orde
         check()
         digests.append(digest(host_views([ElementRange(ordered, start, min(start + block, tensor.numel()))])[0]))
     return digest(b"".join(digests))
-
-
-def find_differing_replicas(digests: Iterable[Digests]) -> frozenset[Chunk]:
-    """Return the replicas of which ranks hold different values, by the digests of all ranks; coordinator only."""
-    seen: dict[Chunk, bytes] = {}
-    return frozenset(
-        chunk for of_rank in digests for chunk, value in of_rank.items() if seen.setdefault(chunk, value) != value
-    )
 
 
 def chunk_key(item: WriteItem) -> Chunk:
@@ -297,7 +237,6 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
     return PlanTable(
         packed_names=pack_names([item.index.fqn for item in items], paths or {}),
         is_object=np.array([chunk is None for chunk in data], dtype=bool),
-        is_large=np.array([number in proposal.large for number in range(len(items))], dtype=bool),
         role=np.array(
             [VALUE if chunk is None else proposal.roles.get(number, REPLICA) for number, chunk in enumerate(data)],
             dtype=np.uint8,
@@ -312,45 +251,19 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
     )
 
 
-def to_rank_plan(proposal: Proposal, share: Share) -> RankPlan:
+def to_rank_plan(proposal: Proposal, share: Share) -> SavePlan:
     """Return the part of a rank's proposal that the rank writes.
 
     Plan and items are copied with all their fields and classes, whatever a newer torch or a tensor subclass adds.
     """
-    parts = {part.item: part.box for part in share.parts}
     items: list[WriteItem] = []
-    shared: dict[MetadataIndex, SharedPart] = {}
     for number, hint in zip(share.items.tolist(), share.hints.tolist(), strict=True):
         item = proposal.plan.items[number]
-        if item.tensor_data is None:
-            items.append(item)
-            continue
-        box = parts.get(number)
-        own = item if box is None else _part_item(item, item.tensor_data, box)
-        items.append(replace(own, index=replace(own.index, index=hint)))
-        if box is not None:
-            shared[own.index] = SharedPart(item, box.relative_to(item.tensor_data.chunk.offsets))
-    return RankPlan(replace(proposal.plan, items=items), shared)
-
-
-def _part_item(item: WriteItem, data: TensorWriteData, box: Box) -> WriteItem:
-    """Return the item that torch would plan for the box if it were a shard."""
-    offsets = torch.Size(box.offsets)
-    chunk = replace(data.chunk, offsets=offsets, sizes=torch.Size(box.sizes))
-    return replace(
-        item,
-        index=replace(item.index, offset=offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=replace(data, chunk=chunk),
-    )
+        items.append(item if item.tensor_data is None else replace(item, index=replace(item.index, index=hint)))
+    return replace(proposal.plan, items=items)
 
 
 def chunk_bytes(item: WriteItem) -> int:
     """Return the bytes of an item's chunk; 0 for an object."""
     data = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
-
-
-def _is_divisible(tensor: object) -> bool:
-    """Return whether rows of a tensor describe it completely; a tensor that is stored as a stream is not divisible."""
-    return isinstance(tensor, torch.Tensor) and is_plain(tensor) and not tensor.is_quantized and not tensor.is_nested

@@ -4,9 +4,8 @@ torch plans with one to four objects per chunk, which the coordinator receives f
 sends back: for a thousand ranks with a thousand tensors each that is a million, and takes a minute and a half in which
 the training on that rank waits for the GIL. Here a rank sends columns, and receives which of its own items it writes.
 The decision is that of torch's `DefaultSavePlanner` (torch/distributed/checkpoint/_dedup_save_plans.py,
-default_planner.py), with three exceptions: which of its holders writes a replica, that the largest replicas are
-written by all their holders, one part each, and that buffers and objects are written by the holder with the lowest
-rank. In the checkpoint a replica in parts looks like a sharded tensor.
+default_planner.py), with two exceptions: which of its holders writes a replica, and that buffers and objects are
+written by the holder with the lowest rank.
 """
 
 from __future__ import annotations
@@ -15,27 +14,19 @@ import itertools
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
-from dcp_remote.common.geometry import Box
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.manifest import TensorKind, Tensors
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.rank_differences import NAMED_MAX, ObjectDifference, describe_tensor, make_difference_error
-
-# Least size of a part, as a share of a shard: the request of a smaller part would cost more than its bytes.
-_PART_SHARE_MIN = 0.25
-
-# Bytes that are digested in the time in which one is uploaded: 20 GiB/s a thread, for eight ranks that share a host's
-# memory and network. Each writer of a part digests the whole replica.
-_DIGESTED_PER_UPLOADED = 10
 
 # Roles of items. Replicas hold equal values. Of buffers and of values, which are objects and numbers, ranks may hold
 # different values, and the lowest rank's is saved.
@@ -55,7 +46,6 @@ class PlanTable:
 
     packed_names: bytes  # name of each item, and the flatten mapping (see `pack_names`)
     is_object: Bools  # True for each object; other items are chunks of tensors
-    is_large: Bools  # True for each item that is larger than a shard and may be written in parts
     role: NDArray[np.uint8]  # role of each item
     kind: Integers  # index into `kinds` of each item; 0 for objects
     dimensions: Integers  # number of dimensions of each item; 0 for objects
@@ -66,21 +56,12 @@ class PlanTable:
     value_digests: NDArray[np.uint32]  # digest of each value; 0 for one that is not compared. Empty if none is
 
 
-class Part(NamedTuple):
-    """Part of the rank's item number `item`: a box of the tensor."""
-
-    item: int
-    box: Box
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """Items that one rank writes."""
 
     items: Integers  # indices of the items in the rank's table, ascending
     hints: Integers  # position of each item among the chunks of its tensor; 0 for objects
-    parts: tuple[Part, ...]  # boxes of those items that are written in part
-    is_cut: bool  # True if any rank writes a part: all ranks must then compare the values that they hold
     has_sets: bool  # True if values of sets of tensors are compared on any rank
     # Number of the set of each item in the rank's table, from 1 on; 0 for an item that is not compared. Empty if there
     # are no sets.
@@ -102,7 +83,6 @@ class Arrangement:
 
     shares: list[Share]  # share of each rank
     planned: Planned
-    shared: frozenset[Chunk]  # replicas of which several ranks write parts
     differing: tuple[ObjectDifference, ...]  # objects and numbers of which ranks hold different values
     sets: tuple[ReplicaSet, ...]  # replicas and buffers whose values are compared
 
@@ -118,26 +98,17 @@ def shrink_integers(values: I64) -> Integers:
 
 
 def arrange(
-    tables: Sequence[PlanTable],
-    *,
-    shard_bytes_max: int,
-    unlike: Collection[Chunk] = (),
-    to_lowest_rank: bool = False,
-    compared: Collection[str] | None = None,
+    tables: Sequence[PlanTable], *, to_lowest_rank: bool = False, compared: Collection[str] | None = None
 ) -> Arrangement:
     """Decide which rank writes which items; coordinator only.
 
-    Costs a second of CPU for a million items; ten if most are large replicas.
+    Costs at most two seconds of CPU for a million items.
 
     A replica is written by one of its holders: the largest replica first, each by the holder with the least to write.
-    A replica that is larger than a shard is cut into rows along its first dimension, for as many of its holders as get
-    at least a quarter of a shard each, unless the holders describe it differently or hold different values. Only the
-    largest replicas are cut, as long as that saves more time than comparing their values costs. Buffers, objects and
-    numbers are written by the holder with the lowest rank.
+    If all ranks hold the same replicas and nothing else, no rank writes more than the mean plus the largest replica.
+    Buffers, objects and numbers are written by the holder with the lowest rank; with `to_lowest_rank` replicas, too.
 
-    Of the replicas in `unlike`, holders have different values: the holder with the lowest rank writes them whole. With
-    `to_lowest_rank` that holder writes all replicas, and nothing is cut. `compared` has the names of tensors whose
-    values were compared; those of all others are, but of none if it is None.
+    `compared` has the names of tensors whose values were compared; those of all others are, but of none if it is None.
 
     Refuses chunks that do not make up their tensor, and names under which ranks save different things.
     """
@@ -148,33 +119,22 @@ def arrange(
     is_alone = np.bincount(leaders, minlength=len(leaders))[leaders] == 1
     groups = list(_group_replicas(leaders, np.flatnonzero(~is_alone), size_bytes))
     roles = _roles_of_groups(items, leaders)
-    # Before writers are chosen, which changes the offsets of parts.
     sets, set_of_item = _group_by_holders(items, groups, roles, compared)
-    unlike = frozenset(unlike)
-    of_lowest_rank = {
-        number
-        for number, holders in enumerate(groups)
-        if to_lowest_rank or roles[holders[0]] != REPLICA or (unlike and items.chunk(int(holders[0])) in unlike)
-    }
-    writes, boxes, shared = _choose_writers(
-        items, groups, size_bytes, is_alone, of_lowest_rank, shard_bytes_max=shard_bytes_max
-    )
+    of_lowest_rank = [to_lowest_rank or bool(roles[holders[0]] != REPLICA) for holders in groups]
+    writes = _choose_writers(items, groups, size_bytes, is_alone, of_lowest_rank)
     planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
     shares = []
     for start, stop in itertools.pairwise(items.rank_first.tolist()):
         own = np.flatnonzero(writes[start:stop])
-        parts = tuple(Part(number, boxes[start + number]) for number in own.tolist() if start + number in boxes)
         shares.append(
             Share(
                 shrink_integers(own),
                 shrink_integers(hints[start:stop][own]),
-                parts,
-                is_cut=bool(shared),
                 has_sets=bool(sets),
                 compared=shrink_integers(set_of_item[start:stop] if sets else set_of_item[:0]),
             )
         )
-    return Arrangement(shares, planned, shared, _find_differing_objects(items, writes), sets)
+    return Arrangement(shares, planned, _find_differing_objects(items, writes), sets)
 
 
 def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
@@ -192,7 +152,7 @@ def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """Items of all ranks, one rank after another. `_choose_writers` changes `sizes` and `offsets` to those of parts."""
+    """Items of all ranks, one rank after another."""
 
     names: list[str]  # in the order in which they first appear
     flatten: Flatten
@@ -201,7 +161,6 @@ class _Items:
     rank: I64
     name: I64
     is_object: Bools
-    is_large: Bools
     role: Integers
     kind: I64
     dimensions: I64
@@ -246,7 +205,6 @@ class _Items:
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
             name=_column([seen[table.packed_names] for table in tables]),
             is_object=np.concatenate([table.is_object for table in tables]),
-            is_large=np.concatenate([table.is_large for table in tables]),
             role=role,
             kind=_column(kind),
             dimensions=dimensions,
@@ -277,7 +235,7 @@ class _Items:
         return tuple(values[self.box_first[number] : self.box_first[number + 1]].tolist())
 
     def chunk(self, number: int) -> Chunk:
-        """Return the key of an item; valid until `_choose_writers` replaces its offsets by those of a part."""
+        """Return the key of an item."""
         return self.names[self.name[number]], self.box(self.offsets, number)
 
     def size_bytes(self) -> I64:
@@ -303,14 +261,6 @@ class _Items:
             is_new = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
             result[ordered] = ordered[is_new][np.cumsum(is_new) - 1]
         return result
-
-    def are_alike(self, numbers: I64) -> bool:
-        """Return whether all holders of an item describe it with the same kind, shape and sizes."""
-        dimensions = int(self.dimensions[numbers[0]])
-        described = np.column_stack(
-            [self.kind[numbers], *(self.rows(values, numbers, dimensions) for values in (self.shapes, self.sizes))]
-        )
-        return bool((described == described[0]).all())
 
 
 def _column(values: Sequence[Integers]) -> I64:
@@ -347,71 +297,20 @@ def _group_by_holders(
 
 
 def _choose_writers(
-    items: _Items,
-    groups: Sequence[I64],
-    size_bytes: I64,
-    is_alone: Bools,
-    of_lowest_rank: Collection[int],
-    *,
-    shard_bytes_max: int,
-) -> tuple[Bools, dict[int, Box], frozenset[Chunk]]:
-    """Return which items their ranks write, the boxes of those that are written in part, and the cut replicas.
+    items: _Items, groups: Sequence[I64], size_bytes: I64, is_alone: Bools, of_lowest_rank: Sequence[bool]
+) -> Bools:
+    """Return which items their ranks write.
 
-    `of_lowest_rank` has the numbers of the groups that the holder with the lowest rank writes whole.
+    `of_lowest_rank` is True for each group that the holder with the lowest rank writes.
     """
     writes = is_alone.copy()
     load = np.zeros(items.ranks, dtype=np.int64)
     np.add.at(load, items.rank[writes], size_bytes[writes])
-    to_cut = _choose_cut(items, groups, size_bytes, of_lowest_rank)
-    boxes: dict[int, Box] = {}
-    shared: set[Chunk] = set()
-
-    def assign(number: int, assigned_bytes: int) -> None:
-        writes[number] = True
-        load[items.rank[number]] += assigned_bytes
-
-    for group, holders in enumerate(groups):
-        first = int(holders[0])
-        if group in of_lowest_rank:
-            assign(first, size_bytes[first])
-            continue
-        by_load = holders[np.argsort(load[items.rank[holders]], kind="stable")]
-        parts: list[Box] = []
-        if group in to_cut:
-            count = min(len(holders), int(size_bytes[first] / (_PART_SHARE_MIN * shard_bytes_max)))
-            parts = _cut_box(Box(items.box(items.offsets, first), items.box(items.sizes, first)), count)
-        if len(parts) < 2:  # noqa: PLR2004  # a single part is the whole
-            assign(int(by_load[0]), size_bytes[by_load[0]])
-            continue
-        shared.add(items.chunk(first))
-        item_bytes = items.kinds[int(items.kind[first])][1]
-        for number, part in zip(np.sort(by_load[: len(parts)]).tolist(), parts, strict=True):
-            assign(number, part.elements * item_bytes)
-            boxes[number] = part
-    for number, part in boxes.items():
-        values = slice(int(items.box_first[number]), int(items.box_first[number + 1]))
-        items.offsets[values], items.sizes[values] = part.offsets, part.sizes
-    return writes, boxes, frozenset(shared)
-
-
-def _choose_cut(
-    items: _Items, groups: Sequence[I64], size_bytes: I64, of_lowest_rank: Collection[int]
-) -> Collection[int]:
-    """Return the groups to cut: the largest ones, as many as minimize the time of digesting them and uploading all.
-
-    The upload time is estimated by an upper bound: no rank writes more than the mean plus the largest uncut replica.
-    """
-    divisible = [
-        number
-        for number, holders in enumerate(groups)
-        if number not in of_lowest_rank and items.is_large[holders].all() and items.are_alike(holders)
-    ]
-    sizes = size_bytes[[int(groups[number][0]) for number in divisible]]
-    holders = np.array([len(groups[number]) for number in divisible], dtype=np.int64)
-    # Bytes that a rank digests on average, for each number of cut groups.
-    digested = np.append(0, np.cumsum(sizes * holders / items.ranks))
-    costs = digested / _DIGESTED_PER_UPLOADED + np.append(sizes, 0)
-    return set(divisible[: int(costs.argmin())])
+    for holders, is_of_lowest_rank in zip(groups, of_lowest_rank, strict=True):
+        writer = holders[0 if is_of_lowest_rank else load[items.rank[holders]].argmin()]
+        writes[writer] = True
+        load[items.rank[writer]] += size_bytes[writer]
+    return writes
 
 
 def _group_replicas(leaders: I64, numbers: I64, size_bytes: I64) -> Iterator[I64]:
@@ -421,23 +320,6 @@ def _group_replicas(leaders: I64, numbers: I64, size_bytes: I64) -> Iterator[I64
     stops = np.append(begins[1:], len(ordered))
     for group in np.argsort(-size_bytes[ordered[begins]], kind="stable").tolist():
         yield ordered[begins[group] : stops[group]]
-
-
-def _cut_box(chunk: Box, count: int) -> list[Box]:
-    """Cut a chunk along its first dimension larger than 1 into boxes of nearly equal size, contiguous in the chunk."""
-    sizes = chunk.sizes
-    dimension = next((n for n, size in enumerate(sizes) if size > 1), None)
-    if dimension is None or count < 1:
-        return []
-    count = min(count, sizes[dimension])
-    bounds = [sizes[dimension] * k // count for k in range(count + 1)]
-    return [
-        Box(
-            tuple(offset + start if n == dimension else offset for n, offset in enumerate(chunk.offsets)),
-            tuple(stop - start if n == dimension else size for n, size in enumerate(sizes)),
-        )
-        for start, stop in itertools.pairwise(bounds)
-    ]
 
 
 def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TypeGuard
 
 import numpy as np
@@ -26,7 +25,7 @@ from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
 from dcp_remote.saving.packing import pack, spread
-from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
+from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
 from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Uploads
@@ -56,7 +55,6 @@ def write_shards(
     origin: str = "",
     shard_bytes_max: int = SHARD_BYTES_MAX,
     shard_bytes: int | None = None,
-    shared: Mapping[MetadataIndex, SharedPart] = MappingProxyType({}),
     base: Baseline | None = None,
 ) -> RankReport:
     """Upload everything in a rank's plan that the baseline does not have; one PUT per shard.
@@ -68,12 +66,11 @@ def write_shards(
     keep their bounds, if they fit into a shard. A reused piece is read once, for the comparison.
 
     `shard_bytes` is the size of the shards; None to choose it by the bytes of the plan, `shard_bytes_max` at most.
-    `origin` is the prefix of the shards' names; `shared` has the items that are parts of replicas. `base` must be of
-    the run that is saved into, and the commit must require that a live checkpoint still names every shard of
-    `RankReport.reused_keys`.
+    `origin` is the prefix of the shards' names. `base` must be of the run that is saved into, and the commit must
+    require that a live checkpoint still names every shard of `RankReport.reused_keys`.
     """
     inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
-    items = WriteItems(plan, planner, allow_pickle, stored, shared)
+    items = WriteItems(plan, planner, allow_pickle, stored)
     reuse = items.compare(base, partial(uploads.claim, 0)) if base is not None else Reuse()
     is_state = _resolves_to_state(planner)
     names = ShardNames(uploads.rank, origin)

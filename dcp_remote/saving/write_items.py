@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_remote.common.geometry import Box, boxes_of_run
@@ -21,7 +20,7 @@ from dcp_remote.format.shard import SEPARATE_BYTES_MIN
 from dcp_remote.saving.dedup import Baseline, ComparedEntry, ComparedPiece, KnownEntry, Reuse
 from dcp_remote.saving.device_copy import ElementRange, host_views, uses_pinned_memory, wait_for_devices
 from dcp_remote.saving.packing import Item
-from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
+from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.serialization.objects import EncodedObject
 from dcp_remote.serialization.tensors import choose_encoding, dtype_name, element_bytes, narrow
 
@@ -55,7 +54,6 @@ class WriteItems:
     planner: SavePlanner  # resolves the items
     allow_pickle: bool  # accept tensors whose stream needs code to load
     stored: Mapping[str, EncodedObject]  # objects in shards, by name; other objects of the plan are skipped
-    shared: Mapping[MetadataIndex, SharedPart]  # items that are parts of a replica which several ranks write
     # By number, entries that `compare` resolved to the state's own tensors, which take no memory.
     _resolved: dict[int, Item[Source]] = field(default_factory=dict, init=False)
 
@@ -167,8 +165,8 @@ class WriteItems:
         )
 
     def _tensor_item(self, write_item: WriteItem) -> tuple[Item[Source], str]:
-        name, planned, shared = write_item.index.fqn, write_item.tensor_data, self.shared.get(write_item.index)
-        tensor = self._resolve_tensor(write_item if shared is None else shared.whole)
+        name, planned = write_item.index.fqn, write_item.tensor_data
+        tensor = self._resolve_tensor(write_item)
         assert planned is not None, "_resolve_tensor refuses an item without tensor_data"
         encoding, stream = choose_encoding(name, tensor, allow_pickle=self.allow_pickle)
         if encoding != RAW:
@@ -181,8 +179,6 @@ class WriteItems:
                     layout=tensor.layout,
                 )
             return self._bytes_item(write_item, Segments([memoryview(stream)])), encoding
-        if shared is not None:
-            tensor = narrow(tensor.detach(), shared.box)
         item: Item[Source] = Item(
             top=self._top(write_item),
             name=name,

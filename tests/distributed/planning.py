@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_remote.common.units import MiB
 from dcp_remote.coordination.collective import Collective
@@ -111,51 +111,46 @@ def plans_around_failures(path: Path, victim: int) -> list[tuple[int, str | None
 
 
 def share_replicas(path: Path, strategy: str) -> tuple[list[int], Ended | None]:
-    """Save a tensor of 12 MiB, of which all ranks have replicas, in shards of 1 MiB; twice.
+    """Save four tensors of 3 MiB, of which all ranks have replicas, in shards of 1 MiB; twice.
 
     Returns:
         Bytes of shards that this rank put in each save, and how the third one ended, in which rank 2 can put nothing.
     """
     refusing = Refusing(LocalStore(str(path)))
     store = RecordingStore(refusing)
-    whole = torch.arange(3 * MiB, dtype=torch.float32).reshape(3 * 1024, 1024)
-    value: Any = whole
+    wholes: list[Any] = list(torch.arange(3 * MiB, dtype=torch.float32).reshape(4, 768, 1024))
     if strategy == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        value = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
-        assert isinstance(value, DTensor)
+        wholes = [distribute_tensor(whole, mesh, [Replicate(), Shard(0)]) for whole in wholes]
     put = []
     failure = None
     with managing(store, memory_budget_bytes=MiB) as manager:
         for step in (1, 2, 3):
             store.clear()
             if step > 1:
-                value += 1
+                for whole in wholes:
+                    whole.add_(1)
             refusing.refuses[0] = step == 3 and dist.get_rank() == 2
-            failure = ended(partial(manager.save, step, {"w": value, "step": step}, wait=True))
+            failure = ended(partial(manager.save, step, {"w": wholes, "step": step}, wait=True))
             put.append(sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key))
     return put, failure
 
 
-def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[tuple[int, int, int]]:
+def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[tuple[int, int]]:
     """Save a tensor of 4 MiB that every rank has whole, in shards of 1 MiB; in some saves one value is the rank's own.
 
     Returns:
-        For each save, bytes of shards that this rank put, and how often all ranks' words were gathered and plans
-        exchanged.
+        For each save, how often all ranks' words were gathered and plans exchanged.
     """
-    store = RecordingStore(LocalStore(str(path)))
     seen = []
     gather = Collective.gather
     gathered = mock.patch.object(Collective, "gather", autospec=True, side_effect=gather)
-    with managing(store, memory_budget_bytes=MiB) as manager, scatters_counted() as count, gathered as gathers:
+    with managing(path, memory_budget_bytes=MiB) as manager, scatters_counted() as count, gathered as gathers:
         for step, differs in enumerate(unlike, start=1):
-            store.clear()
             gathers.reset_mock()
             count[0] = 0
             whole = torch.full((1024, 1024), float(step))
             whole[step * 200, 1] = 100 + dist.get_rank() if differs else 99
             manager.save(step, {"w": whole}, wait=True)
-            put = sum(one.size_bytes for one in store.requests if one.verb == "put" and "shards/" in one.key)
-            seen.append((put, gathers.call_count, count[0]))
+            seen.append((gathers.call_count, count[0]))
     return seen

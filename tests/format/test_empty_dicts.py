@@ -160,9 +160,9 @@ def test_an_entry_named_like_an_empty_dict_of_another_rank_keeps_its_path() -> N
     for state in states:
         planner = RunPlanner()
         planner.set_up_planner(state)
-        tables.append(to_table(propose(planner, shard_bytes_max=1024)))
+        tables.append(to_table(propose(planner)))
     for ordered in (tables, tables[::-1]):
-        assert arrange(ordered, shard_bytes_max=1024).planned.flatten == {"a.{}": ("a", "{}")}
+        assert arrange(ordered).planned.flatten == {"a.{}": ("a", "{}")}
 
 
 STATES = st.dictionaries(

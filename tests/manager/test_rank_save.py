@@ -20,7 +20,7 @@ from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import RankFigures
 from dcp_remote.manager.save_planning import Agreed, Task
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
-from dcp_remote.saving.plan_cache import RankPlan, RunPlanner
+from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.counting import CountingStore
@@ -64,7 +64,7 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
     figures = RankFigures(rank=1)
     report = SimpleNamespace(put_keys=())
-    agreed = {step: Agreed(ticket, RankPlan(SavePlan([])), None) for step, ticket in begun.items()}
+    agreed = {step: Agreed(ticket, SavePlan([]), None) for step, ticket in begun.items()}
     monkeypatch.setattr(saver._planning, "agree", lambda _collective, task, **_: agreed[task.labels.step])
     monkeypatch.setattr(saver, "_upload", lambda *_: report)
     monkeypatch.setattr(saver, "_make_figures", lambda *_: figures)

@@ -9,8 +9,9 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,10 +22,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from dcp_remote import CheckpointManager, load
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from dcp_remote.saving import staging
+from dcp_remote.saving import plan_cache, staging
+from dcp_remote.saving.device_copy import ElementRange, host_views
 from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.storage import MemoryStore
+from tests.support.rank_threads import manager_threads
 from tests.support.states import equal
 
 
@@ -129,6 +133,58 @@ def test_a_save_that_waits_for_the_other_ranks_does_not_wait_for_the_copies(held
             checkpoints.wait()
             assert equal(load(store), expected)
         assert checkpoints.run.checkpoints()[-1].names == ("first-2", "second-2")
+
+
+@pytest.mark.parametrize("wait", [False, "begun"])
+def test_ranks_that_hold_the_same_wait_for_no_copy(
+    held_back: HeldBack, monkeypatch: pytest.MonkeyPatch, wait: Literal[False, "begun"]
+) -> None:
+    """Under DDP the first save compares values once they are copied, after it has returned; the next one never does."""
+    digested: list[int] = []
+
+    def counted(ranges: Sequence[ElementRange]) -> list[memoryview]:
+        views = host_views(ranges)
+        digested.extend(len(view) for view in views)
+        return views
+
+    monkeypatch.setattr(plan_cache, "host_views", counted)
+    held: list[tuple[nn.Module, Optimizer]] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        large = nn.Linear(256, 1100)
+        held.append((large, AdamW(large.parameters())))
+        train(*held[-1])
+    store = MemoryStore()
+    with manager_threads(2, store, progress=False, shard_bytes=MiB) as ranks:
+        for (_, optimizer), checkpoints in zip(held, ranks.managers, strict=True):
+            checkpoints.watch(optimizer)
+        for step in (1, 2):
+            expected = clones(*held[0])
+            held_back.release.clear()
+            held_back.early_bytes.clear()
+            ranks.values(partial(save_as_rank, held, step, wait))
+            assert max(held_back.early_bytes) < MiB
+            assert not digested
+            for model, optimizer in held:
+                torch.manual_seed(step)
+                train(model, optimizer)
+            held_back.release.set()
+            ranks.values(lambda _rank, checkpoints: checkpoints.wait())
+            assert equal(load(store, step=step), expected)
+            assert bool(digested) == (step == 1)
+            digested.clear()
+
+
+def save_as_rank(
+    held: Sequence[tuple[nn.Module, Optimizer]],
+    step: int,
+    wait: Literal[False, "begun"],
+    rank: int,
+    checkpoints: CheckpointManager,
+) -> None:
+    """Save the model and the optimizer of a rank."""
+    model, optimizer = held[rank]
+    checkpoints.save(step, {"model": model, "optim": optimizer}, wait=wait)
 
 
 def test_all_is_copied_at_once_without_a_watched_optimizer(held_back: HeldBack) -> None:

@@ -1,9 +1,8 @@
-"""Plans of many ranks in one process: replicas written in parts, and changes that make a cached plan invalid."""
+"""A rank's plan: digests of the values that ranks compare, and changes that make a kept plan another one."""
 
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,46 +10,34 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_remote import load
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from dcp_remote.format import manifest_json
-from dcp_remote.format.manifest import MANIFEST_KEY
-from dcp_remote.format.manifest_validation import check
 from dcp_remote.saving import plan_cache
 from dcp_remote.saving.device_copy import ElementRange, host_views
-from dcp_remote.saving.manifest_assembly import Planned, to_manifest
 from dcp_remote.saving.plan_cache import (
     PlanCache,
     Proposal,
-    RankPlan,
     RunPlanner,
-    find_differing_replicas,
+    digest_sets,
     propose,
-    replica_digests,
     to_rank_plan,
     to_table,
 )
-from dcp_remote.saving.plan_table import Chunk, arrange
-from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.plan_table import arrange
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.serialization.tensors import byte_view, dtype_name, view_as_integers
 from dcp_remote.storage import MemoryStore
-from tests.support.properties import examples
-from tests.support.simulated_ranks import shard
+from tests.support.simulated_ranks import LocalShards
 from tests.support.strategies import DTYPES, random_whole
 
 State: TypeAlias = dict[str, Any]
 
 KiB = 1024
-SHARD_BYTES_MAX = 16 * KiB
 
 
 def rows(count: int, width: int = 64) -> torch.Tensor:
@@ -61,159 +48,34 @@ def rows(count: int, width: int = 64) -> torch.Tensor:
 def proposal(state: State, planner: RunPlanner | None = None) -> Proposal:
     planner = planner if planner is not None else RunPlanner()
     planner.set_up_planner(state)
-    return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
-
-
-def planned(states: Sequence[State]) -> tuple[list[RankPlan], Planned]:
-    """Plan as a manager does; tables and shares are pickled."""
-    planners = [RunPlanner() for _ in states]
-    proposals = [proposal(state, planner) for state, planner in zip(states, planners, strict=True)]
-    tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
-    unlike: frozenset[Chunk] = frozenset()
-    while True:
-        arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, unlike=unlike)
-        shares = [pickle.loads(pickle.dumps(share)) for share in arrangement.shares]
-        plans = [to_rank_plan(proposed, share) for proposed, share in zip(proposals, shares, strict=True)]
-        digests = [replica_digests(plan, planner, lambda: None) for plan, planner in zip(plans, planners, strict=True)]
-        assert [bool(of_rank) for of_rank in digests if of_rank] == [True] * sum(any(share.parts) for share in shares)
-        assert {share.is_cut for share in shares} == {any(digests)}
-        found = find_differing_replicas(digests)
-        if not found:
-            return plans, arrangement.planned
-        assert not found & unlike
-        unlike |= found
-
-
-def write(states: Sequence[State]) -> tuple[MemoryStore, Planned, list[RankReport]]:
-    """Write as a manager does, each rank in turn; reports are pickled."""
-    store, (plans, of_all) = MemoryStore(), planned(states)
-    reports = []
-    for rank, (state, plan) in enumerate(zip(states, plans, strict=True)):
-        planner = RunPlanner()
-        planner.set_up_planner(state)
-        with Uploads[Any](store, rank=rank, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads:
-            report = write_shards(
-                plan.plan,
-                planner,
-                uploads,
-                allow_pickle=False,
-                shard_bytes_max=SHARD_BYTES_MAX,
-                shared=plan.shared,
-            )
-        reports.append(pickle.loads(pickle.dumps(report)))
-    return store, of_all, reports
-
-
-def commit(store: MemoryStore, of_all: Planned, reports: Sequence[RankReport]) -> None:
-    manifest = check(to_manifest(of_all, reports, save_id="1" * 32))
-    store.put(MANIFEST_KEY, [manifest_json.encode(manifest)])
-
-
-def bytes_of(reports: Sequence[RankReport]) -> list[int]:
-    return [int(report.pieces.length.sum()) for report in reports]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-@pytest.mark.parametrize(
-    "whole",
-    [
-        rows(300),
-        rows(1, 19_200),  # no rows to split
-        rows(19_200, 1).reshape(-1),
-        rows(300).reshape(3, 2, 50, 64),
-        rows(300).t(),  # not contiguous
-        rows(300).to(torch.bfloat16).repeat(2, 1),
-    ],
-    ids=lambda whole: "x".join(map(str, whole.shape)),
-)
-def test_a_replica_is_written_by_all_its_holders(whole: torch.Tensor, world_size: int) -> None:
-    """The holders write equal bytes, to within a row, and the parts make up the same tensor."""
-    store, of_all, reports = write([{"model": {"weight": whole}, "step": 3} for _ in range(world_size)])
-    commit(store, of_all, reports)
-    state = load(store)
-    assert torch.equal(state["model"]["weight"], whole)
-    assert state["step"] == 3
-    written = bytes_of(reports)
-    first = next(size for size in whole.shape if size > 1)
-    assert sum(written) == whole.nbytes
-    count = sum(size > 0 for size in written)
-    assert count == min(world_size, first)
-    assert max(written) <= math.ceil(first / count) * whole.nbytes // first
-
-
-def test_no_part_is_smaller_than_a_quarter_of_a_shard() -> None:
-    """75 KiB in shards of 16 KiB are for 18 ranks; of two such tensors, each of 40 ranks writes at most one part."""
-    store, of_all, reports = write([{"one": rows(300), "two": rows(300) + 1} for _ in range(40)])
-    commit(store, of_all, reports)
-    written = bytes_of(reports)
-    assert sum(size > 0 for size in written) == 36
-    assert max(written) < 5 * KiB
-    assert torch.equal(load(store)["two"], rows(300) + 1)
-
-
-def test_replicas_of_shards() -> None:
-    """HSDP: two replicas of a sharded tensor, each on two ranks; a tensor smaller than a shard is not cut."""
-    whole, small = rows(512), rows(8)
-    halves = shard(whole, 2, (2, 1))
-    store, of_all, reports = write([{"w": halves[rank % 2], "small": small} for rank in range(4)])
-    commit(store, of_all, reports)
-    assert torch.equal(load(store)["w"], whole)
-    written = bytes_of(reports)
-    assert sum(written) == whole.nbytes + small.nbytes
-    assert max(written) <= whole.nbytes // 4 + small.nbytes
-
-
-def test_a_part_that_nobody_wrote_is_named() -> None:
-    """A missing report of a rank fails the save by the name of the part."""
-    states = [{"model": {"weight": rows(300)}} for _ in range(3)]
-    store, of_all, reports = write(states)
-    with pytest.raises(SaveFailedError, match="No rank wrote a chunk") as caught:
-        commit(store, of_all, [reports[0], reports[2]])
-    assert caught.value.details["tensor"] == "model.weight"
-    assert caught.value.details["offsets"] == "(100, 0)"
+    return propose(planner)
 
 
 def test_a_tensor_that_is_no_longer_what_was_planned() -> None:
-    """A cached plan is refused for a state of another shape, dtype or layout."""
-    plans, _ = planned([{"weight": rows(300)}, {"weight": rows(300)}])
-    plan, shared = plans[1].plan, plans[1].shared
+    """A kept plan is refused for a state of another shape or dtype, and a part of a tensor for another layout."""
+
+    def part(chunk: torch.Tensor) -> LocalShards:
+        return LocalShards((600, 64), torch.float32, [((0, 0), chunk)])
+
+    plan = proposal({"weight": part(rows(300))}).plan
     for other in (rows(200), rows(300).double(), rows(300).to_sparse()):
         planner = RunPlanner()
-        planner.set_up_planner({"weight": other})
+        planner.set_up_planner({"weight": part(other)})
         with (
             Uploads[Any](MemoryStore(), rank=0, deadline=Deadline(60), memory_budget_bytes=64 * KiB) as uploads,
             pytest.raises((SaveFailedError, InvalidArgumentError), match=r"not what was planned|be put together again"),
         ):
-            write_shards(plan, planner, uploads, allow_pickle=False, shared=shared)
+            write_shards(plan, planner, uploads, allow_pickle=False)
 
 
-@examples(60)
-@given(st.data())
-def test_replicas_that_differ_are_never_mixed(data: st.DataObject) -> None:
-    """Single bits differ at random places on some ranks; the loaded tensor is one rank's, bit for bit."""
-    ranks = data.draw(st.integers(2, 4))
-    wholes = [rows(300) for _ in range(ranks)]
-    places = st.tuples(st.integers(0, ranks - 1), st.integers(0, 299), st.integers(0, 63))
-    for rank, row, column in data.draw(st.lists(places, max_size=4)):
-        wholes[rank].view(torch.int32)[row, column] ^= 1
-    if data.draw(st.booleans()):
-        wholes = [whole.t().contiguous().t() for whole in wholes]
-    store, of_all, reports = write([{"w": whole, "same": rows(300) + 1} for whole in wholes])
-    commit(store, of_all, reports)
-    state = load(store)
-    differs = any(not torch.equal(whole, wholes[0]) for whole in wholes)
-    assert any(torch.equal(state["w"], whole) for whole in (wholes[:1] if differs else wholes))
-    assert torch.equal(state["same"], rows(300) + 1)
-    assert sum(bytes_of(reports)) == 2 * rows(300).nbytes
+# ---- digests of values
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
     """Return the digest by which two ranks that hold the tensor compare it."""
     planner = RunPlanner()
     one = proposal({"w": tensor}, planner)
-    (share, _) = arrange([to_table(one)] * 2, shard_bytes_max=SHARD_BYTES_MAX).shares
-    (digest,) = replica_digests(to_rank_plan(one, share), planner, lambda: None).values()
-    return digest
+    return digest_sets({1: one.plan.items}, planner, lambda: None)[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -270,7 +132,7 @@ CHANGES: dict[str, Callable[[State], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_plan_is_kept_for_as_long_as_the_structure_is(change: str) -> None:
     """Values and objects may change, with a fresh planner each time. A change that is undone restores the plan."""
-    kept = PlanCache("first", proposal(base()), RankPlan(SavePlan([])))
+    kept = PlanCache("first", proposal(base()))
     state = base()
     state["model"]["weight"] += 1
     state["step"] = "something else"
@@ -323,12 +185,12 @@ class NewerPlanner(RunPlanner):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_fields_that_a_newer_torch_adds_survive(ranks: int) -> None:
-    """A plan, its items, whole or written in parts, and their descriptions keep classes and fields."""
+    """A plan, its items and their descriptions keep classes and fields."""
     proposals = [proposal({"w": rows(300), "small": rows(1), "n": 3}, NewerPlanner()) for _ in range(ranks)]
-    shares = arrange([to_table(one) for one in proposals], shard_bytes_max=SHARD_BYTES_MAX).shares
-    plans = [to_rank_plan(one, share).plan for one, share in zip(proposals, shares, strict=True)]
+    shares = arrange([to_table(one) for one in proposals]).shares
+    plans = [to_rank_plan(one, share) for one, share in zip(proposals, shares, strict=True)]
     items = [item for plan in plans for item in plan.items]
-    assert len(items) == ranks + 2
+    assert len(items) == 3
     for plan in plans:
         assert isinstance(plan, NewerPlan)
         assert plan.priority == 7
@@ -363,8 +225,8 @@ def test_parts_that_overlap_are_refused() -> None:
         proposal({"w": torch.zeros(4).as_subclass(Overlapping)})
 
 
-def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas written in parts are digested once, even if the plan is made again; digesting can stop after a MiB."""
+def test_digesting_can_stop_after_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are read once, a MiB at a time; the save may end before each."""
     digested: list[int] = []
 
     def counted(ranges: Sequence[ElementRange]) -> list[memoryview]:
@@ -373,15 +235,10 @@ def test_each_value_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(plan_cache, "host_views", counted)
-    planner, state = RunPlanner(), {"w": rows(3 * 4096 + 1), "small": rows(8)}
-    one = proposal(state, planner)
-    plan = to_rank_plan(one, arrange([to_table(one)] * 3, shard_bytes_max=SHARD_BYTES_MAX).shares[1])
-    known = replica_digests(plan, planner, lambda: None)
+    planner = RunPlanner()
+    items = proposal({"w": rows(3 * 4096 + 1)}, planner).plan.items
+    digest_sets({1: items}, planner, lambda: None)
     assert digested == [MiB, MiB, MiB, 256]
-    assert replica_digests(plan, planner, lambda: None, known=known) == known
-    assert len(digested) == 4
     with pytest.raises(KeyboardInterrupt):
-        replica_digests(plan, planner, mock.Mock(side_effect=[None, KeyboardInterrupt]))
-    assert len(digested) == 5
-    replica_digests(RankPlan(one.plan), planner, lambda: None)  # a plan without parts
+        digest_sets({1: items}, planner, mock.Mock(side_effect=[None, KeyboardInterrupt]))
     assert len(digested) == 5

@@ -36,22 +36,20 @@ from dcp_remote.saving.plan_table import Arrangement, arrange, shrink_integers
 from dcp_remote.saving.rank_differences import require_equal_tensors
 from tests.support.simulated_ranks import LocalShards, shard
 
-SHARD_BYTES_MAX = 4 * KiB
-
 State = dict[str, Any]
 
 
 def proposal(state: State) -> Proposal:
     planner = RunPlanner()
     planner.set_up_planner(state)
-    return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+    return propose(planner)
 
 
 def arranged(proposals: Sequence[Proposal], **options: Any) -> tuple[list[SavePlan], Arrangement]:
     tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
-    arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, **options)
+    arrangement = arrange(tables, **options)
     shares = pickle.loads(pickle.dumps(arrangement.shares))
-    return [to_rank_plan(proposed, share).plan for proposed, share in zip(proposals, shares, strict=True)], arrangement
+    return [to_rank_plan(proposed, share) for proposed, share in zip(proposals, shares, strict=True)], arrangement
 
 
 def torchs(proposals: Sequence[Proposal]) -> tuple[list[SavePlan], Planned]:
@@ -140,7 +138,6 @@ def test_what_is_planned_is_what_torch_plans(states: list[State]) -> None:
     plans, arrangement = arranged(proposals)
     _, expected = torchs(proposals)
     assert described(arrangement.planned) == described(expected)
-    assert not arrangement.shared
     require_consistent(states, plans, arrangement.planned)
 
 
@@ -163,6 +160,23 @@ def test_replicas_are_spread_evenly(ranks: int) -> None:
     assert max(written) - min(written) <= 4 * 300 // 10
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([160, 160] + 96 * [10], 8 * [160]),  # embeddings of a language model, and its layers
+        ([160, 5, 3], [160, 5, 3, 0]),
+    ],
+    ids=["embeddings", "one huge tensor"],
+)
+def test_a_large_replica_is_written_whole(sizes: list[int], expected: list[int]) -> None:
+    """Sizes in thousands; no rank writes more than the mean plus the largest tensor."""
+    state = {str(n): torch.zeros(1000 * size) for n, size in enumerate(sizes)}
+    plans, arrangement = arranged([proposal(state)] * len(expected))
+    require_consistent([state] * len(expected), plans, arrangement.planned)
+    written = [sum(item.tensor_data.chunk.sizes[0] for item in plan.items if item.tensor_data) for plan in plans]
+    assert written == [1000 * size for size in expected]
+
+
 def test_who_has_much_of_its_own_gets_no_replicas() -> None:
     """Pipeline stages: the rank with the least to write gets the replica."""
     shared = {"norm": torch.ones(100)}
@@ -174,9 +188,8 @@ def test_who_has_much_of_its_own_gets_no_replicas() -> None:
 def test_of_several_holders_the_first_writes_if_that_is_asked_for() -> None:
     """With `to_lowest_rank` the first holder writes."""
     state = {"small": torch.ones(3), "large": torch.ones(4 * KiB), "step": 1}
-    plans, arrangement = arranged([proposal(state)] * 3, to_lowest_rank=True)
+    plans, _ = arranged([proposal(state)] * 3, to_lowest_rank=True)
     assert [len(plan.items) for plan in plans] == [3, 0, 0]
-    assert not arrangement.shared
 
 
 def test_what_has_no_elements_is_not_what_begins_at_the_same_place() -> None:
@@ -209,67 +222,6 @@ def test_boxes_of_flat_partitions() -> None:
     require_consistent(states, plans, arrangement.planned)
     chunks = dict(zip(arrangement.planned.tensors.names, arrangement.planned.tensors.chunks.tolist(), strict=True))
     assert chunks == {"w": 2 + 1 + 3, "replicated": 1, "empty": 1, "of one": 1}
-
-
-# ---- large replicas
-
-
-def test_a_large_replica_is_cut_for_those_who_have_it() -> None:
-    """Five of eight ranks hold the replica; each writes at least a quarter of a shard."""
-    whole = torch.arange(3 * KiB, dtype=torch.float32).reshape(3 * 64, 16)
-    states: list[State] = [{"own": torch.ones(1 + rank)} for rank in range(8)]
-    for rank in (1, 2, 4, 6, 7):
-        states[rank] |= {"w": whole}
-    for rank, state in enumerate(states):
-        state[f"own{rank}"] = state.pop("own")
-    plans, arrangement = arranged([proposal(state) for state in states])
-    assert arrangement.shared == {("w", (0, 0))}
-    rows = [sum(i.tensor_data.chunk.sizes[0] for i in p.items if i.index.fqn == "w" and i.tensor_data) for p in plans]
-    assert sum(rows) == 192
-    assert [row > 0 for row in rows] == [False, True, True, False, True, False, True, True]
-    assert max(rows) - min(row for row in rows if row) <= 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "cut"),
-    [
-        ([30], 2, [30]),
-        ([30, 30, 30], 2, [30, 30, 30]),
-        ([160, 160] + 96 * [10], 8, [160, 160]),  # embeddings of a language model, and its layers
-        (96 * [10], 64, []),  # many alike: they spread evenly enough, and all of them would be digested everywhere
-        ([160, 5, 3], 4, [160, 5]),
-        ([4, 3], 4, []),  # no larger than a shard
-    ],
-    ids=str,
-)
-def test_what_is_cut_is_worth_its_digests(sizes: list[int], ranks: int, cut: list[int]) -> None:
-    """Sizes in KiB, in shards of 4: each rank digests all that is cut, ten times as fast as it uploads."""
-    state = {str(n): torch.zeros(size * KiB // 4) for n, size in enumerate(sizes)}
-    plans, arrangement = arranged([proposal(state)] * ranks)
-    assert sorted((sizes[int(name)] for name, _ in arrangement.shared), reverse=True) == cut
-    assert {share.is_cut for share in arrangement.shares} == {bool(cut)}
-    chunks = [[item.tensor_data.chunk for item in plan.items if item.tensor_data] for plan in plans]
-    written = [sum(4 * chunk.sizes[0] for chunk in of_rank) for of_rank in chunks]
-    assert sum(written) == sum(sizes) * KiB
-    left = max([size for size in sizes if size not in cut], default=1)
-    assert max(written) <= sum(sizes) * KiB / ranks + left * KiB
-
-
-@pytest.mark.parametrize("reason", ["unlike", "described differently", "not large everywhere"])
-def test_a_large_replica_is_written_whole(reason: str) -> None:
-    """Replicas whose parts would not make up one tensor are written whole."""
-    whole = torch.ones(3 * KiB)
-    states: list[State] = [{"w": whole}, {"w": whole}]
-    if reason == "described differently":
-        states[1] = {"w": whole.clone().requires_grad_()}
-    proposals = [proposal(state) for state in states]
-    if reason == "not large everywhere":
-        proposals[1] = Proposal(proposals[1].plan)
-    unlike = {("w", (0,))} if reason == "unlike" else set()
-    plans, arrangement = arranged(proposals, unlike=unlike)
-    assert [len(plan.items) for plan in plans] == [1, 0]
-    assert not arrangement.shared
-    assert arrangement.planned.tensors.chunks.tolist() == [1]
 
 
 # ---- what is refused
@@ -381,11 +333,11 @@ def arranged_objects(states: Sequence[State], **options: Any) -> tuple[list[Save
     for state in states:
         planner = RunPlanner()
         planner.set_up_planner(state)
-        proposed = propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+        proposed = propose(planner)
         tables.append(pickle.loads(pickle.dumps(to_table(proposed, digest_objects(proposed, planner)))))
-    arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX, **options)
+    arrangement = arrange(tables, **options)
     return [
-        to_rank_plan(proposal(state), share).plan for state, share in zip(states, arrangement.shares, strict=True)
+        to_rank_plan(proposal(state), share) for state, share in zip(states, arrangement.shares, strict=True)
     ], arrangement
 
 
@@ -459,7 +411,7 @@ def proposal_of(items: Sequence[WriteItem]) -> Proposal:
     planner = RunPlanner()
     planner.set_up_planner({"w": torch.ones(4), "v": torch.ones(4)})
     with mock.patch.object(planner, "create_local_plan", return_value=SavePlan(list(items), planner_data={})):
-        return propose(planner, shard_bytes_max=SHARD_BYTES_MAX)
+        return propose(planner)
 
 
 @pytest.mark.parametrize(

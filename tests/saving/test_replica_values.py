@@ -343,7 +343,7 @@ def test_one_digest_compares_all_tensors_that_the_same_ranks_hold() -> None:
     ranks = 1000
     names = [[f"all{n}" for n in range(50)] + [f"{rank % 10}.{n}" for n in range(50)] for rank in range(ranks)]
     tables = [table_of(own, [REPLICA] * 99 + [BUFFER]) for own in names]
-    arrangement = arrange(tables, shard_bytes_max=KiB, compared=set())
+    arrangement = arrange(tables, compared=set())
     assert sorted(len(one.ranks) for one in arrangement.sets) == [100] * 20 + [1000]
     assert all(len(np.unique(share.compared)) == 3 for share in arrangement.shares)
     assert all(share.compared.nbytes == 100 for share in arrangement.shares)
@@ -351,7 +351,7 @@ def test_one_digest_compares_all_tensors_that_the_same_ranks_hold() -> None:
     groups = group_by_digest(range(ranks), digests, 1)
     assert [len(group) for group in groups] == [998, 2]
     assert find_unequal(groups, [b"AABB", b"AACC"], item_bytes=2) == {1: ["998 ranks (0, 1, 2, 3, …)", "ranks 7, 9"]}
-    known = arrange(tables, shard_bytes_max=KiB, compared={name for own in names for name in own})
+    known = arrange(tables, compared={name for own in names for name in own})
     assert known.sets == ()
     assert not any(share.has_sets or len(share.compared) for share in known.shares)
 
@@ -363,7 +363,6 @@ def table_of(names: list[str], roles: list[int]) -> PlanTable:
     return PlanTable(
         packed_names=pack_names(names, {}),
         is_object=np.zeros(count, dtype=bool),
-        is_large=np.zeros(count, dtype=bool),
         role=np.array(roles, dtype=np.uint8),
         kind=one - 1,
         dimensions=one,

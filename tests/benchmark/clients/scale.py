@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.format.manifest import RunInfo
-from dcp_remote.format.shard import SHARD_BYTES_MAX
 from dcp_remote.manager.coordinator import Committed
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
-from dcp_remote.saving.plan_cache import PlanCache, RankPlan, RunPlanner, propose, to_rank_plan, to_table
+from dcp_remote.saving.plan_cache import PlanCache, RunPlanner, propose, to_rank_plan, to_table
 from dcp_remote.saving.plan_table import PlanTable, Share, arrange
 from dcp_remote.saving.rank_report import RankReport
 from dcp_remote.saving.shard_writer import write_shards
@@ -182,11 +181,11 @@ def _torchs_results(rank: int, plan: SavePlan) -> list[WriteResult]:
     ]
 
 
-def _ours_planned(scale: Scale, cost: Cost) -> tuple[list[RankPlan], Planned]:
-    proposals = [propose(_planner(scale, rank), shard_bytes_max=SHARD_BYTES_MAX) for rank in range(scale.ranks)]
+def _ours_planned(scale: Scale, cost: Cost) -> tuple[list[SavePlan], Planned]:
+    proposals = [propose(_planner(scale, rank)) for rank in range(scale.ranks)]
     tables: list[PlanTable] = cost.read("plans", [pickle.dumps(to_table(proposal)) for proposal in proposals])
     with cost.timed("planning"):
-        arrangement = arrange(tables, shard_bytes_max=SHARD_BYTES_MAX)
+        arrangement = arrange(tables)
     sent = cost.sent("final plans", arrangement.shares)
     shares: list[Share] = [pickle.loads(share) for share in sent]  # ours
     plans = [to_rank_plan(proposal, share) for proposal, share in zip(proposals, shares, strict=True)]
@@ -195,9 +194,9 @@ def _ours_planned(scale: Scale, cost: Cost) -> tuple[list[RankPlan], Planned]:
 
 def _ours_known(scale: Scale, cost: Cost) -> None:
     """Return the messages of ranks that all have a plan: the save in which it was made."""
-    proposal = propose(_planner(scale, 1), shard_bytes_max=SHARD_BYTES_MAX)
+    proposal = propose(_planner(scale, 1))
     kept = PlanCache(_SAVE_ID, proposal)
-    told = (CheckpointLabels(step=2), kept.key_of(propose(_planner(scale, 1), shard_bytes_max=SHARD_BYTES_MAX)))
+    told = (CheckpointLabels(step=2), kept.key_of(propose(_planner(scale, 1))))
     heard = cost.gathered("keys of plans", [told] * scale.ranks)
     with cost.timed("planning"):
         assert all(key == _SAVE_ID for _, key in heard)
@@ -211,17 +210,16 @@ def _ours_known(scale: Scale, cost: Cost) -> None:
     cost.sent("the beginning", [(begun, True)])
 
 
-def _written(scale: Scale, rank: int, plan: RankPlan) -> bytes:
+def _written(scale: Scale, rank: int, plan: SavePlan) -> bytes:
     planner = _planner(scale, rank)
     with Uploads[Any](
         MemoryStore(), rank=rank, deadline=Deadline(600), memory_budget_bytes=MEMORY_BUDGET_BYTES
     ) as uploads:
         report = write_shards(
-            plan.plan,
+            plan,
             planner,
             uploads,
             allow_pickle=False,
-            shared=plan.shared,
         )
     return pickle.dumps((report, report.figures))
 
