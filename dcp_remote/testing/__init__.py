@@ -1,7 +1,7 @@
 """Test kit for authors of stores, and for tests of training that saves through this package.
 
 `store_suite.StoreSuite` tests the contract of stores (it needs pytest and is not imported here). `wrappers` has stores
-that record requests and inject faults, exported here. `servers` has HTTP servers: moto's S3, and a scripted one.
+that record requests and inject faults, exported here. `servers` has moto's S3 server.
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_s
 from dcp_remote.storage.base import Capabilities, Condition
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.wrapper import Verb, WrappedStore
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.servers import S3Server
 from dcp_remote.testing.wrappers import FaultyStore, matching
 from tests.benchmark.server.server import BenchServer, bench_server
 from tests.benchmark.server.shape import Shape
 from tests.support.command_line import CommandLine, KeepingStore
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 BYTES = ["--bytes", "4MiB"]
 PARALLEL = [1, 2, 4, 8, 16]

@@ -30,11 +30,11 @@ from dcp_remote.storage.base import Condition
 from dcp_remote.storage.checks import Check, Finding, StoreChecks, check_machine, run_checks
 from dcp_remote.storage.cloud.checks import S3Checks
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing import servers
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.servers import S3Server
 from dcp_remote.testing.wrappers import FaultyStore, RecordingStore, matching
 from tests.support.command_line import CommandLine
 from tests.support.schemas import require_schema
+from tests.support.scripted_server import Handler, HttpAnswer, HttpRequest, scripted_server
 
 SECRETS = ("AKIARECOGNIZABLE", "secret/of+the=tests", "token/of+the=tests", "user-of-proxy", "password-of-proxy")
 RULES = ["lifecycle", "versions", "object lock"]
@@ -330,9 +330,7 @@ def test_the_clock(
     examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch, offset_seconds: int, says: str
 ) -> None:
     """Examine servers whose time is another."""
-    monkeypatch.setattr(
-        servers._Handler, "date_time_string", lambda self: formatdate(time.time() + offset_seconds, usegmt=True)
-    )
+    monkeypatch.setattr(Handler, "date_time_string", lambda self: formatdate(time.time() + offset_seconds, usegmt=True))
     report = examine_server(examine, lambda request: refusal("AccessDenied"))
     assert re.match(says, report.shown("clock"))
 

@@ -34,10 +34,10 @@ from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
 from dcp_remote.storage.wrapper import Verb, WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from dcp_remote.testing.wrappers import Lost
 from tests.support.clouds import always, error_body, open_s3, open_s3fs
 from tests.support.runs import a_run, steps
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 BOTH = frozenset({"If-None-Match", "If-Match"})
 
