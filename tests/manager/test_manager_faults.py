@@ -223,14 +223,14 @@ def retire_newest(store: MemoryStore) -> None:
     maintenance, run = Deletions(store), stored(store)
     assert run is not None
     maintenance.retire([run.entries[-1].step], deadline=Deadline(PATIENCE_SECONDS), force=True)
-    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 def thin_oldest(store: MemoryStore) -> None:
     maintenance, run = Deletions(store), stored(store)
     assert run is not None
     thin(maintenance, [run.entries[0].step], deadline=Deadline(PATIENCE_SECONDS))
-    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 SCENES: dict[str, Scene] = {
@@ -679,7 +679,7 @@ def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any]
     assert run is not None
     maintenance = Deletions(self._store)
     maintenance.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
-    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
     return commit(self, *arguments)
 
 

@@ -250,7 +250,7 @@ def take_over(store: MemoryStore) -> None:
 def by_hand(store: MemoryStore, act: Callable[[Deletions], object]) -> None:
     maintenance = Deletions(store)
     act(maintenance)
-    maintenance.delete(deadline=deadline())
+    maintenance.queue.delete(deadline=deadline())
 
 
 MEANWHILE: dict[str, Callable[[MemoryStore], object]] = {
@@ -308,7 +308,7 @@ def settle(store: ObjectStore, told: Unheard) -> Deletions:
     maintenance = Deletions(store)
     maintenance.note(told.run_id, told.entry, told.shards)
     maintenance.settle(deadline=deadline())
-    maintenance.delete(deadline=deadline())
+    maintenance.queue.delete(deadline=deadline())
     return maintenance
 
 
@@ -444,9 +444,9 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("apply", "delete", "note", "settle"):
+    for name in ("apply", "note", "settle"):
         monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
-    for owner, name in ((LiveShards, "remember"), (DeletionQueue, "add")):
+    for owner, name in ((LiveShards, "remember"), (DeletionQueue, "add"), (DeletionQueue, "delete")):
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     return found
 
@@ -481,7 +481,7 @@ def test_requests_of_an_overwrite() -> None:
     maintenance.named.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
     maintenance.note(run.run_id, old)
     maintenance.settle(deadline=deadline(), catalog=stored(store))
-    maintenance.delete(deadline=deadline())
+    maintenance.queue.delete(deadline=deadline())
     assert recording.calls == [
         ("get", CATALOG_KEY),
         ("put", CATALOG_KEY),

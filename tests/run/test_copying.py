@@ -440,7 +440,7 @@ def test_a_checkpoint_of_the_copy_is_deleted_meanwhile(source: MemoryStore) -> N
         def delete(destination: MemoryStore = destination) -> None:
             deletions = Deletions(destination)
             deletions.retire([10, 20, 30], deadline=Deadline(30), force=True)
-            deletions.delete(deadline=Deadline(30), pause_seconds=0)
+            deletions.queue.delete(deadline=Deadline(30), pause_seconds=0)
 
         meanwhile = MeanwhileStore(destination, number, delete)
         try:

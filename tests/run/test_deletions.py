@@ -66,7 +66,7 @@ def applied_by(maintenance: Deletions, seconds: float = PATIENCE_SECONDS, **rule
 
 
 def delete(maintenance: Deletions, **options: Any) -> Deleted:
-    return maintenance.delete(**{"deadline": deadline()} | options)
+    return maintenance.queue.delete(**{"deadline": deadline()} | options)
 
 
 def retire(maintenance: Deletions, *steps: int, force: bool = False) -> tuple[int, ...]:
@@ -358,7 +358,7 @@ def test_deleting_stops_when_told() -> None:
     told = iter([False, True])
     assert delete(maintenance, stop=lambda: next(told), batch=4).left == 5
     assert delete(maintenance, stop=lambda: True).left == 5
-    assert maintenance.delete(deadline=Deadline(0)).left == 5
+    assert maintenance.queue.delete(deadline=Deadline(0)).left == 5
     assert delete(maintenance).left == 0
     assert keys(store) == named(store)
 

@@ -79,7 +79,7 @@ def test_the_same_checkpoints(lose: Callable[[MemoryStore], MemoryStore]) -> Non
     save(store, 3, base=2, names=("best", "new"), metrics=(("loss", 0.5),))
     maintenance = Deletions(store)
     maintenance.apply(Retention(keep_last=2, keep_optimizer_last=1), deadline=Deadline(30))
-    maintenance.delete(deadline=Deadline(30))
+    maintenance.queue.delete(deadline=Deadline(30))
     before = catalog_at(store)
     lose(store)
     objects = dict(store.space.objects)
