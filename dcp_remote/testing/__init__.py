@@ -6,6 +6,6 @@ that record requests and inject faults, exported here. `servers` has moto's S3 s
 
 from __future__ import annotations
 
-from dcp_remote.testing.wrappers import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing.wrappers import Fault, FaultyStore, RecordingStore, nth
 
-__all__ = ["Fault", "FaultyStore", "RecordingStore", "matching", "nth"]
+__all__ = ["Fault", "FaultyStore", "RecordingStore", "nth"]

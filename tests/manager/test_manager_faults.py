@@ -43,7 +43,7 @@ from dcp_remote.run.lookup import read_entry, read_manifest_at
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from tests.support.catalogs import stored
 from tests.support.faults import CRASHES, NO_ANSWER, ONCE, CrashError, Way, denied, fault, shorten_pauses
 from tests.support.figures import LONG_SECONDS, count
@@ -191,7 +191,7 @@ def has_failed(manager: CheckpointManager, gate: Gate) -> None:
     """Save a step; fail to save another, whose shards are refused."""
     has_saved(1)(manager, gate)
     inner = gate._store
-    gate.lead_to(FaultyStore(inner, [matching(is_shard_put, "request", error=denied)]))
+    gate.lead_to(FaultyStore(inner, [Fault(is_shard_put, "request", error=denied)]))
     with pytest.raises(SaveFailedError):
         manager.save(2, state_of(2), wait=True)
     gate.lead_to(inner)

@@ -16,7 +16,7 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StorageError
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.save_policy import SaveSchedule
 from dcp_remote.storage import MemoryStore
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from tests.support.rank_threads import Clock, LostStore, held, manager_threads, rank_threads, wait_until
 
 
@@ -92,7 +92,7 @@ def test_a_save_that_fails_is_due_again() -> None:
         return verb == "put" and is_down
 
     store = FaultyStore(
-        MemoryStore(), [matching(is_refused, "request", persistent=True, error=lambda: StorageError("refused"))]
+        MemoryStore(), [Fault(is_refused, "request", persistent=True, error=lambda: StorageError("refused"))]
     )
     with CheckpointManager(store, save_policy=SavePolicy(every_steps=2)) as checkpoints:
         with pytest.raises(InvalidArgumentError):

@@ -32,7 +32,7 @@ from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from tests.support.catalogs import stored
 from tests.support.faults import denied
 from tests.support.manifests import decode
@@ -220,7 +220,7 @@ FAULTS: dict[str, Callable[[int], Fault]] = {
     "request lost": lambda number: nth(number, "request"),
     "response lost": lambda number: nth(number, "response"),
     # A job that may not delete leaves its objects to gc.
-    "403": lambda number: matching(lambda verb, _key, now: now >= number and verb != "delete", "request", error=denied),
+    "403": lambda number: Fault(lambda verb, _key, now: now >= number and verb != "delete", "request", error=denied),
 }
 
 
@@ -498,7 +498,7 @@ def test_what_is_given_up_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     failing.delete(["a", "b"])
     assert failing.wait(PATIENCE_SECONDS)
     assert (failing.pending, failing.orphans_left) == (2, 0)
-    deny = matching(lambda verb, _key, _now: verb == "delete", "request", error=denied, persistent=True)
+    deny = Fault(lambda verb, _key, _now: verb == "delete", "request", error=denied, persistent=True)
     denied_here = BackgroundDeletions(FaultyStore(MemoryStore(), [deny]))
     for keys_of_a_save in (["a", "b"], ["c"]):
         denied_here.delete(keys_of_a_save)

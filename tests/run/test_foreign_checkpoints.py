@@ -13,7 +13,7 @@ from dcp_remote.run.foreign_checkpoints import describe_foreign, describe_keys
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore, open_fsspec_store
 from dcp_remote.storage.base import ObjectInfo
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.faults import denied, verb_is
 from tests.support.runs import save
 
@@ -92,9 +92,9 @@ def test_a_look_is_one_page() -> None:
 
 def test_what_may_not_be_listed_is_not_mentioned() -> None:
     """Deny the listing, or fail it for good: nothing is said, and nothing raised."""
-    refused = matching(verb_is("list"), "request", persistent=True, error=denied)
+    refused = Fault(verb_is("list"), "request", persistent=True, error=denied)
     assert describe_foreign(FaultyStore(MemoryStore(), [refused])) is None
-    failing = matching(verb_is("list"), "request", persistent=True)
+    failing = Fault(verb_is("list"), "request", persistent=True)
     assert describe_foreign(FaultyStore(MemoryStore(), [failing]), retry_seconds=0.01) is None
 
 

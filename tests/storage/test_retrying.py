@@ -21,7 +21,7 @@ from dcp_remote.errors import (
 from dcp_remote.storage import Condition, MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from dcp_remote.testing.store_suite import StoreSuite
 from tests.support.clocks import SleepClock
 from tests.support.clouds import VERBS
@@ -44,10 +44,8 @@ class TestRetryingStore(StoreSuite):
     @pytest.fixture
     def store(self) -> ObjectStore:
         faults = [
-            matching(_third_of_others, "response", persistent=True),
-            matching(
-                lambda verb, key, number: verb in ("head", "list") and number % 5 == 0, "request", persistent=True
-            ),
+            Fault(_third_of_others, "response", persistent=True),
+            Fault(lambda verb, key, number: verb in ("head", "list") and number % 5 == 0, "request", persistent=True),
         ]
         clock = SleepClock()
         memory = MemoryStore(uuid.uuid4().hex)
@@ -115,7 +113,7 @@ def test_no_sleep_reaches_the_deadline(random: float) -> None:
         clock.now += 0.25
         return TransientStorageError("slow, and then nothing")
 
-    fault = Fault(lost="request", when=lambda verb, key, number: True, persistent=True, error=failing)
+    fault = Fault(lambda verb, key, number: True, "request", persistent=True, error=failing)
     with pytest.raises(TransientStorageError):
         _retrying(FaultyStore(MemoryStore(), [fault]), clock, seconds=30.0, random=random).head("key")
     assert max(sent) < 130.0
