@@ -189,11 +189,14 @@ def test_deletes_that_fail_until_the_deadline() -> None:
 
 
 def test_a_delete_that_fails_whole_is_reported_for_every_key() -> None:
-    """Lose every delete request."""
+    """Lose every delete request; refuse one, which is not repeated."""
     faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True)])
     failed = _retrying(faulty, SleepClock(), seconds=TWO_ATTEMPTS_SECONDS).delete(["a", "b"])
     assert {key: error.details["key"] for key, error in failed.items()} == {"a": "a", "b": "b"}
     assert all(error.details["attempts"] == 2 for error in failed.values())
+    refusal = StorageError("No deletes here.")
+    refusing = FaultyStore(MemoryStore(), [nth(1, "request", error=lambda: refusal)])
+    assert _retrying(refusing, SleepClock()).delete(["a", "b"]) == {"a": refusal, "b": refusal}
 
 
 class _Breaking(WrappedStore):
