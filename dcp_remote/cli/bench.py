@@ -14,7 +14,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -186,11 +186,7 @@ class _Bucket:
 
     def delete_objects(self) -> int:
         """Delete all objects; return how many could not be deleted, of which a warning tells."""
-        failed: Mapping[str, StorageError]
-        try:
-            failed = self.retry(_DELETE_SECONDS).delete(self._keys) if self._keys else {}
-        except StorageError as error:
-            failed = dict.fromkeys(self._keys, error)
+        failed = self.retry(_DELETE_SECONDS).delete(self._keys) if self._keys else {}
         if failed:
             logger.warning(
                 "Objects of the benchmark may be left. Delete everything below this URL. url=%s objects=%d cause=%s",

@@ -34,7 +34,7 @@ def encode_column(values: I64) -> str:
     for width, kind in _WIDTHS.items():
         bounds = np.iinfo(kind)
         if differences.size == 0 or (differences.min() >= bounds.min and differences.max() <= bounds.max):
-            return f"{width}:{encode_bytes(differences.astype(kind).tobytes())}"
+            return f"{width}:{to_base64(differences.astype(kind).tobytes())}"
     raise AssertionError("int64 holds every difference of int64 values below 2**53")
 
 
@@ -83,8 +83,8 @@ def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
     return sum_column(unpack_column(text, name=name), name=name, count=count)
 
 
-def encode_bytes(data: bytes) -> str:
-    """Encode bytes in base64 (RFC 4648, with padding)."""
+def to_base64(data: bytes | memoryview) -> str:
+    """Encode bytes in base64 (RFC 4648 section 4, with padding)."""
     return base64.b64encode(data).decode("ascii")
 
 

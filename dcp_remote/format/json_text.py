@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.format.json_tree import DEPTH_MAX, INT_MAX, INT_MIN, Json, to_base64
+from dcp_remote.format.columns import to_base64
+from dcp_remote.format.json_tree import DEPTH_MAX, INT_MAX, INT_MIN, Json
 from dcp_remote.format.raw_buffers import RawBytes
 
 # A tag adds at most four JSON containers per level: the object, its fields, the list of pairs, a pair.

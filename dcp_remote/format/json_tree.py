@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, UnsupportedFormatError
+from dcp_remote.format.columns import to_base64
 from dcp_remote.format.raw_buffers import RAW_BYTES_MIN, RawBytes
 
 # `RawBytes` only occurs in a tree that is being encoded.
@@ -305,11 +306,6 @@ def bounded(encoded: Json, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ValueError(f"{number} is not from {low} to {high}")
     return number
-
-
-def to_base64(data: bytes | memoryview) -> str:
-    """Encode bytes in base64 (RFC 4648 section 4, with padding)."""
-    return base64.b64encode(data).decode("ascii")
 
 
 def from_base64(encoded: Json) -> bytes:

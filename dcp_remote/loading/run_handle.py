@@ -282,7 +282,7 @@ class Run:
         require_step_or_name(step)
         deletions, deadline = Deletions(self._store), self._deadline()
         applied = deletions.retire([step], deadline=deadline, force=force, owner=self._owner())
-        deleted = deletions.delete(deadline=deadline, pause_seconds=0)
+        deleted = deletions.queue.delete(deadline=deadline, pause_seconds=0)
         logger.info("%s: deleted step %s (%d objects)", self.url, ", ".join(map(str, applied.retired)), deleted.removed)
         left = len(deleted.failed) + deleted.left + deleted.given_up
         if left or applied.reason is not None:

@@ -15,7 +15,6 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StateMismatc
 from dcp_remote.format.entry_names import near_names, no_match_error
 from dcp_remote.loading.key_renames import find_key_renames, find_prefix_renames
 from dcp_remote.loading.load_options import LoadOptions
-from dcp_remote.loading.optimizer_differences import describe_optimizers, place_of
 from dcp_remote.loading.state_check import (
     LISTED_MAX,
     NOT_CONVERTIBLE,
@@ -81,6 +80,11 @@ def _is_optimizers(place: str, below: Iterable[str]) -> bool:
     return not parts.isdisjoint({"state", "param_groups"})
 
 
+def _is_of_optimizer(name: str) -> bool:
+    """Return whether a name may be that of a value of an optimizer."""
+    return not {"state", "param_groups"}.isdisjoint(name.split(".")[1:-2])
+
+
 def _named(ranks: Sequence[int], world_size: int) -> dict[str, object]:
     """Return the details that name the ranks whose states differ; nothing if all do."""
     if len(ranks) == world_size:
@@ -121,7 +125,6 @@ class _Findings:
         self._lost = [name for name in self._missing if _top(name) not in self._renames]
         self._new = [name for name in self._unexpected if _top(name) not in renamed]
         self._empty_places = empty_places
-        self._own = own
 
     def is_error(self, options: LoadOptions) -> bool:
         """Return whether the options forbid the load, or no rank would load a value."""
@@ -160,7 +163,7 @@ class _Findings:
             )
         elif self._is_nothing_loaded:
             lines.append("No value of the state would be loaded.")
-        lines += [*self._rename_hints(), *self._optimizers.values()]
+        lines += self._rename_hints()
         if self._thinned:
             keys = ", ".join(dict.fromkeys(_shown(_top(name)) for name in self._thinned))
             lines.append(
@@ -191,7 +194,7 @@ class _Findings:
         """Return the options that allow the findings, as the advice of an error."""
         options = {}
         grown = {place: below for place, below in self._places.items() if not _is_optimizers(place, below)}
-        if set(self._places).difference(grown, *([place, f"{place}.state"] for place in self._optimizers)):
+        if set(self._places).difference(grown):
             options["state"] = (
                 "an optimizer has no state before its first step: put the optimizer itself into the state, or use "
                 "torch's get_optimizer_state_dict; if it is there, make it with the class and options that were saved"
@@ -200,8 +203,7 @@ class _Findings:
             options["missing"] = 'missing="keep" keeps what the state has'
         if self._new:
             options["unexpected"] = 'unexpected="ignore" leaves out what the state lacks'
-        lost, new = self._of_no_optimizer(self._lost), self._of_no_optimizer(self._new)
-        if lost and new:
+        if self._lost and self._new:
             pairs = ", ".join(f'"{_shown(saved)}": "{_shown(name)}"' for saved, name in self._prefixes.items())
             options["rename"] = (
                 f"rename={{{pairs}}} gives the names of the checkpoint their names in the state"
@@ -223,11 +225,7 @@ class _Findings:
                 f'exclude={pattern} restores the rest, dcp_remote.load(…, keys="{place}.*") returns these values, and '
                 "a dict, list or object that grows comes back whole if Opaque(...) is around it when it is saved"
             )
-        advice = 'exclude="pattern" leaves values as they are, whether saved or not'
-        if self._optimizers:
-            patterns = ", ".join(f'"{_shown(place)}.*"' for place in self._optimizers)
-            advice += f"; exclude=[{patterns}] begins the optimizer anew"
-        return advice
+        return 'exclude="pattern" leaves values as they are, whether saved or not'
 
     def _rename_hints(self) -> list[str]:
         pairs = {
@@ -245,20 +243,10 @@ class _Findings:
         return hints
 
     @cached_property
-    def _optimizers(self) -> dict[str, str]:
-        """Sentences on the optimizers that are not those of the checkpoint, by their places in the state."""
-        here = [*self._own.sources, *self._own.kept, *self._missing]
-        return describe_optimizers([*self._lost, *self._new], state=here, saved=self._own.entries)
-
-    def _of_no_optimizer(self, names: Sequence[str]) -> list[str]:
-        """Return the names that are not those of an optimizer which is not that of the checkpoint."""
-        return [name for name in names if place_of(name) not in self._optimizers]
-
-    @cached_property
     def _prefixes(self) -> dict[str, str]:
         """First parts of names of the checkpoint, with those of the state, that explain what is missing."""
         # The states of an optimizer follow the names of their parameters, which `rename` gives.
-        lost, new = ([name for name in names if place_of(name) is None] for names in (self._lost, self._new))
+        lost, new = ([name for name in names if not _is_of_optimizer(name)] for names in (self._lost, self._new))
         # But they do not follow where a whole top-level key moves down.
         has_optimizer = len(lost) + len(new) < len(self._lost) + len(self._new)
         return find_prefix_renames(lost, new, whole_keys=not has_optimizer, is_cut=len(self._missing) >= LISTED_MAX)
@@ -276,8 +264,7 @@ class _Findings:
     def _listed_missing(self, names: Sequence[str], *, is_near: bool = False) -> str:
         # A value whose name has changed is among those that no state has.
         def near(name: str) -> list[str]:
-            is_explained = self._prefixes or place_of(name) in self._optimizers
-            return near_names(name, self._unexpected) if is_near and not is_explained else []
+            return near_names(name, self._unexpected) if is_near and not self._prefixes else []
 
         return _listed(names, whole={_top(name) for name in names} - self._saved_tops, near=near)
 

@@ -533,7 +533,7 @@ class CheckpointManager:
         try:
             self._ranks.begin(collective)
             # Before the restore, whose outcome may differ between ranks: all ranks must count from the same call.
-            self._preemption.count_restore()
+            self._preemption.agreement.count_restore()
             if self._schedule is not None:
                 self._schedule.count_restore()
             is_coordinator = self._ranks.is_coordinator
@@ -552,9 +552,9 @@ class CheckpointManager:
         except BaseException as error:
             self._ranks.abandon(collective, error)
             if collective.is_unattended:  # ranks that did not come have not counted it
-                self._preemption.forget_restore()
+                self._preemption.agreement.forget_restore()
                 if self._schedule is not None:
-                    self._schedule.forget_restore()
+                    self._schedule.agreement.forget_restore()
             operation.fail(error)
             raise
         operation.end(self._last_load)

@@ -167,9 +167,10 @@ class Agreement:
                 self.settled.set()
 
     def count_restore(self) -> None:
-        """Count a restore, after which steps may be smaller.
+        """Count a restore, after which steps may be smaller; costs a lock.
 
-        Called in the thread of training, between the same two calls of `ask` on all ranks.
+        Called in the thread of training, between the same two calls of `ask` on all ranks. A needless call does no
+        harm. A decision that was made before still counts: then the next step is the one.
         """
         with self._lock:
             self._last_before = self._last()
@@ -279,7 +280,7 @@ class Preemption:
         self._ranks = ranks
         self._notice_seconds = notice_seconds
         self._clock = clock
-        self._agreement = Agreement(ranks.rank, ranks.world_size)
+        self.agreement = Agreement(ranks.rank, ranks.world_size)
         # Round of the newest notice, and when this rank heard of that; 0 before the first.
         self._notice = 0
         self._heard_seconds = math.inf
@@ -317,21 +318,9 @@ class Preemption:
         The other ranks hear of it with the next heartbeat. Signals after the first change nothing, until the notice has
         expired: then the next one is a notice of its own.
         """
-        number = self._agreement.round + (self._is_expired or self.remaining_seconds() == 0.0)
+        number = self.agreement.round + (self._is_expired or self.remaining_seconds() == 0.0)
         self._signalled = number
         self._begin_notice(number)
-
-    def count_restore(self) -> None:
-        """Count a restore, after which steps may be smaller; costs a lock.
-
-        Called by every rank between the same two calls of `reached`. A needless call does no harm. A decision that was
-        made before still counts: then the next step is the one.
-        """
-        self._agreement.count_restore()
-
-    def forget_restore(self) -> None:
-        """Take back the last `count_restore`: the restore failed because not all ranks came to it."""
-        self._agreement.forget_restore()
 
     def reached(self, step: int) -> bool:
         """Return whether this is the step at which to save and stop; called by every rank after every step.
@@ -345,7 +334,7 @@ class Preemption:
         heartbeats; at most half a minute, or a part of the notice. If the ranks cannot agree, the answer is never True,
         `must_stop` is, and the log says why.
         """
-        heartbeat, agreement = self._ranks.heartbeat, self._agreement
+        heartbeat, agreement = self._ranks.heartbeat, self.agreement
         self._look()
         if heartbeat is None:
             if self._notice > agreement.round:
@@ -363,7 +352,7 @@ class Preemption:
     @property
     def must_stop(self) -> bool:
         """True if the ranks agree on no step after SIGTERM: this one stops at once, without a save."""
-        return self._failed >= self._notice > 0 and not self._is_expired and self._agreement.decided is None
+        return self._failed >= self._notice > 0 and not self._is_expired and self.agreement.decided is None
 
     def forget_expired_notice(self) -> None:
         """Forget a notice that has expired, since this process lives: what begins now has its usual time."""
@@ -403,7 +392,7 @@ class Preemption:
     # ---- in the thread of the heartbeat's hooks
 
     def _exchange(self, client: Client) -> None:
-        agreement = self._agreement
+        agreement = self.agreement
         agreement.exchange(client, notice=self._notice)
         if agreement.heard.is_set():
             self._begin_notice(agreement.round)
@@ -415,7 +404,7 @@ class Preemption:
 
         Costs two operations for a thousand ranks that are waited for.
         """
-        heartbeat, agreement, now = self._ranks.heartbeat, self._agreement, self._clock()
+        heartbeat, agreement, now = self._ranks.heartbeat, self.agreement, self._clock()
         assert heartbeat is not None, "called by the heartbeat"
         if self._watched_round < agreement.round:
             self._watched_round, self._gone = agreement.round, ""
@@ -439,7 +428,7 @@ class Preemption:
 
         Called by the heartbeat twice a second, also while the store does not answer, and by `reached`.
         """
-        agreement, heartbeat, notice = self._agreement, self._ranks.heartbeat, self._notice
+        agreement, heartbeat, notice = self.agreement, self._ranks.heartbeat, self._notice
         if notice == 0 or self._is_expired:
             return
         self._tell(notice)
@@ -501,7 +490,7 @@ class Preemption:
                 )
 
         wait_for_decision(
-            self._agreement,
+            self.agreement,
             heartbeat,
             seconds=self._patience_seconds(),
             left_seconds=self.working_seconds,
@@ -514,9 +503,9 @@ class Preemption:
         silent_seconds = heartbeat.contact_seconds()
         if silent_seconds >= _TELL_SECONDS:
             return f"the key-value store of the process group has not answered for {silent_seconds:.0f} s"
-        if not self._agreement.heard.is_set():
+        if not self.agreement.heard.is_set():
             return "the other ranks could not be told"
-        last = {rank: self._monitor.last(rank) for rank in self._agreement.missing}
+        last = {rank: self._monitor.last(rank) for rank in self.agreement.missing}
         named = [f"{rank} ({status.process})" if status is not None else str(rank) for rank, status in last.items()]
         return f"there is no answer of rank {join_some(named)}"
 

@@ -84,7 +84,7 @@ class SaveSchedule:
         self._due_seconds = math.inf
         self._step_seconds: float | None = None
         self._last_call: tuple[float, int] | None = None
-        self._agreement = Agreement(ranks.rank, ranks.world_size, name="save-policy")
+        self.agreement = Agreement(ranks.rank, ranks.world_size, name="save-policy")
         self._proposed_round = 0
         self._earliest: Moment | None = None
         self._warned_round = 0
@@ -120,12 +120,8 @@ class SaveSchedule:
 
     def count_restore(self) -> None:
         """Count a restore, after which steps may be smaller; see `Agreement.count_restore`."""
-        self._agreement.count_restore()
+        self.agreement.count_restore()
         self._last_call = None
-
-    def forget_restore(self) -> None:
-        """Take back the last `count_restore`: the restore failed because not all ranks came to it."""
-        self._agreement.forget_restore()
 
     def close(self) -> None:
         """Take no part in agreements any more."""
@@ -148,7 +144,7 @@ class SaveSchedule:
             self._last_call = now, step
 
     def _is_due_by_time(self, step: int) -> bool:
-        heartbeat, agreement = self._ranks.heartbeat, self._agreement
+        heartbeat, agreement = self._ranks.heartbeat, self.agreement
         if heartbeat is None:  # a rank alone
             return self._clock() >= self._due_seconds
         answer = agreement.ask(step)
@@ -165,7 +161,7 @@ class SaveSchedule:
 
     def _exchange(self, client: Client) -> None:
         """Propose a step if a save is due soon, and exchange; in the heartbeat's thread."""
-        agreement, is_soon = self._agreement, self._clock() >= self._due_seconds - self._lead_seconds
+        agreement, is_soon = self.agreement, self._clock() >= self._due_seconds - self._lead_seconds
         if self._ranks.is_coordinator and is_soon and agreement.can_begin:
             self._restart()  # a step on which the ranks do not agree is left out
             last = agreement.last

@@ -184,7 +184,7 @@ class BackgroundDeletions:
         self._try("old objects", lambda: self._delete(worker))
 
     def _delete(self, worker: _Worker) -> None:
-        deleted = worker.deletions.delete(deadline=worker.deadline, stop=worker.stop.is_set)
+        deleted = worker.deletions.queue.delete(deadline=worker.deadline, stop=worker.stop.is_set)
         for_good = [error for error in deleted.failed.values() if not isinstance(error, TransientStorageError)]
         with self._changed:
             if worker is self._worker:  # else all of its objects were counted when it was given up

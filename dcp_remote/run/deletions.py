@@ -43,7 +43,7 @@ from dcp_remote.run.lookup import find_entry, read_entry
 from dcp_remote.run.retention import ChooseToDelete, Decision, Retention, decide, decide_by
 from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.deletion_queue import KEYS_PER_DELETE, PAUSE_SECONDS, Deleted, DeletionQueue
+from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
@@ -209,17 +209,6 @@ class Deletions:
             return Decision(retire=tuple(entry.step for entry in entries), thin=())
 
         return self._carry_out(choose, keys=(), deadline=deadline, catalog=catalog, owner=owner, explicit=True)
-
-    def delete(
-        self,
-        *,
-        deadline: Deadline,
-        stop: Callable[[], bool] = lambda: False,
-        batch: int = KEYS_PER_DELETE,
-        pause_seconds: float = PAUSE_SECONDS,
-    ) -> Deleted:
-        """Delete the queued objects, as `DeletionQueue.delete` does."""
-        return self.queue.delete(deadline=deadline, stop=stop, batch=batch, pause_seconds=pause_seconds)
 
     def _carry_out(
         self,

@@ -30,19 +30,9 @@ _KEYS_MAX = 1_000
 # Short, because a job waits for the listing, which only completes a message.
 _RETRY_SECONDS = 10.0
 
-# A message shows so many keys or folders, each cut to so many characters.
+# A message shows so many keys, each cut to so many characters.
 _SHOWN_MAX = 3
 _CHARACTERS_MAX = 100
-
-# Parts of a run that no URL of a run ends in; an object of a run is refused before, by `parse_url`.
-_PART_FOLDER = re.compile(r"(?P<above>.+)/(?P<part>manifests|shards(?:/[0-9a-f]{2})?)")
-
-# Files of other tools: object storage has no folders, so that such a URL looks like that of a run that has not begun.
-_FILE = re.compile(r".+\.(?:pt|pth|ckpt|bin|safetensors|distcp|json|metadata)")
-
-_STEP_FOLDER = re.compile(
-    r"(?:global_?step|step|checkpoint|ckpt|epoch|iter(?:ation)?)[-_=]?0*(\d{1,15})", re.IGNORECASE
-)
 
 # Function from the keys of the first page to those of one kind.
 _Pick: TypeAlias = Callable[[Sequence[str]], list[str]]
@@ -61,20 +51,19 @@ def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECOND
     """Describe what lies at a URL without catalog and manifest, and what to do; None if nothing was recognized.
 
     Costs a LIST of one page, retried for so many seconds. Without permission to list, after a failure, and on a store
-    that cannot list a page (file systems of fsspec that are only read) the result says nothing of objects. A bucket
-    that does not exist is raised.
+    that cannot list a page (file systems of fsspec that are only read) the result is None. A bucket that does not
+    exist is raised.
     """
-    sentences = [_describe_name(store.url)]
-    # Such a store lists everything below the URL, in any number of requests.
-    if not store.capabilities.write_refusal:
-        try:
-            listing = RetryingStore(store, Deadline(retry_seconds)).list()
-            sentences.insert(0, describe_keys([info.key for info in itertools.islice(listing, _KEYS_MAX)], store.url))
-        except BucketNotFoundError:
-            raise
-        except DcpRemoteError as error:
-            logger.debug("%s: no look at what lies there: %s", store.url, error)
-    return " ".join(sentence for sentence in sentences if sentence) or None
+    if store.capabilities.write_refusal:
+        return None  # such a store lists everything below the URL, in any number of requests
+    try:
+        listing = RetryingStore(store, Deadline(retry_seconds)).list()
+        return describe_keys([info.key for info in itertools.islice(listing, _KEYS_MAX)], store.url)
+    except BucketNotFoundError:
+        raise
+    except DcpRemoteError as error:
+        logger.debug("%s: no look at what lies there: %s", store.url, error)
+        return None
 
 
 def describe_keys(keys: Sequence[str], url: str) -> str | None:
@@ -88,23 +77,6 @@ def describe_keys(keys: Sequence[str], url: str) -> str | None:
         if found := kind.pick(keys):
             return f"{kind.what} ({_show(found)}): {kind.advice.format(below=_below(url, found[0]))}"
     return f"Other objects lie there ({_show(keys)}): check the URL." if keys else None
-
-
-def _describe_name(url: str) -> str | None:
-    """Say that a URL looks like that of a part of a run; None if it does not. Pure."""
-    above, _, name = url.rpartition("/")
-    if not above or above.endswith(("/", ":")):
-        return None
-    shown = escape_unprintable(above)
-    if part := _PART_FOLDER.fullmatch(url):
-        return (
-            f"The URL ends in {part['part']}, a part of a checkpoint or run: pass {escape_unprintable(part['above'])}."
-        )
-    if step := _STEP_FOLDER.fullmatch(name):
-        return f"Checkpoints of a run have no folders: if the run is at {shown}, pass that URL and step={int(step[1])}."
-    if _FILE.fullmatch(name):
-        return f"The URL ends in {escape_unprintable(name)}, the name of a file, and that of a run is a folder's."
-    return None
 
 
 def _files(name: str) -> _Pick:
@@ -132,13 +104,7 @@ def _pick_orphans(keys: Sequence[str]) -> list[str]:
     return [key for key in keys if is_written_key(key) or revision_of(key) is not None]
 
 
-def _pick_step_folders(keys: Sequence[str]) -> list[str]:
-    return list(
-        dict.fromkeys(key[: key.index("/") + 1] for key in keys if _STEP_FOLDER.fullmatch(key.partition("/")[0]))
-    )
-
-
-# The first kind that has a key counts: DeepSpeed and Hugging Face write files of torch.save and safetensors, too.
+# The first kind that has a key counts: Hugging Face's trainer writes files of torch.save, too.
 _KINDS = (
     _Kind("A run of dcp_remote lies below this URL", "pass {below}.", _pick_runs),
     _Kind(
@@ -153,37 +119,19 @@ _KINDS = (
         _files(r"\.metadata|__\d+_\d+\.distcp"),
     ),
     _Kind(
-        "A checkpoint of DeepSpeed lies there",
-        "load it with the engine's load_checkpoint, then save it once.",
-        _files(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt|layer_\d+-model.*\.pt"),
-    ),
-    _Kind(
-        "Weights in the layout of Hugging Face lie there",
-        "load them with from_pretrained, then save them once, or run `dcp-remote import`.",
-        _files(
-            r"(?:model|adapter_model|pytorch_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.(?:safetensors|bin)"
-            r"|(?:model|pytorch_model)\.(?:safetensors|bin)\.index\.json"
-        ),
-    ),
-    _Kind(
-        "Files of safetensors lie there",
-        "run `dcp-remote import`.",
-        _files(r".*\.safetensors"),
+        "Weights in files of safetensors or Hugging Face lie there",
+        "run `dcp-remote import`, or load them with from_pretrained and save them once.",
+        _files(r".*\.safetensors|(?:pytorch|adapter)_model.*\.bin"),
     ),
     _Kind(
         "Files of torch.save lie there",
-        "load them with torch.load, then save them once, or run `dcp-remote import` with one of them.",
+        "load them with what wrote them, then save once, or run `dcp-remote import` with one of them.",
         _files(r".*\.(?:pt|pth|ckpt)"),
     ),
     _Kind(
         "Manifests and shards of a save that was interrupted lie there, and no checkpoint",
         "`dcp-remote gc` removes them.",
         _pick_orphans,
-    ),
-    _Kind(
-        "Folders of checkpoints lie there",
-        "they are not ours; if one of them is meant, pass its URL.",
-        _pick_step_folders,
     ),
 )
 

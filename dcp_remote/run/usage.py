@@ -178,6 +178,6 @@ def clear(
         if applied.reason is not None or not applied.thinned:
             break
     queued = frozenset(deletions.queue)
-    deleted = deletions.delete(deadline=Deadline(timeout_seconds))
+    deleted = deletions.queue.delete(deadline=Deadline(timeout_seconds))
     gone = queued.difference(deletions.queue, deleted.failed) if deleted.removed else frozenset()
     return Cleared(sorted(retired), sorted(thinned), deleted, usage.size_of(gone), applied.reason)

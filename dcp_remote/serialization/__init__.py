@@ -6,3 +6,12 @@ restricted_unpickler read `torch.save` streams, which run no code. state_dict pr
 and takes loaded ones apart, with module_state for models and optimizers, and opaque and files for values that are
 stored whole. refused_values and plain_values help with objects that need code.
 """
+
+from __future__ import annotations
+
+import sys
+
+if sys.byteorder != "little":
+    raise ImportError(
+        "dcp_remote stores memory as it is, in little-endian order, and does not run on a big-endian host."
+    )

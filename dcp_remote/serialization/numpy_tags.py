@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dcp_remote.format.columns import to_base64
 from dcp_remote.format.json_tree import (
     INT_MAX,
     Decoder,
@@ -25,7 +26,6 @@ from dcp_remote.format.json_tree import (
     fields,
     fixed,
     from_base64,
-    to_base64,
     write_no_longer,
 )
 from dcp_remote.format.raw_buffers import ALONE_BYTES_MIN

@@ -8,7 +8,6 @@ import io
 import operator
 import pathlib
 import re
-import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -269,20 +268,13 @@ def _decode_bytesio(decoder: Decoder, encoded: Json) -> io.BytesIO:
     return stream
 
 
-def _swap_to_little(values: array.array[Any]) -> array.array[Any]:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
 def _encode_array(encoder: Encoder, value: array.array[Any]) -> Json:
     if value.typecode not in _ARRAY_CODES:
         raise NotEncodableError(f"its typecode {value.typecode!r} differs between systems")
-    data = value if sys.byteorder == "little" else _swap_to_little(value[:])
     return {
         "typecode": value.typecode,
         "item_bytes": value.itemsize,
-        "data": encoder.data(memoryview(data).cast("B")),
+        "data": encoder.data(memoryview(value).cast("B")),
     }
 
 
@@ -294,7 +286,7 @@ def _decode_array(decoder: Decoder, encoded: Json) -> array.array[Any]:
     if values.itemsize != item_bytes:
         raise ValueError(f"an item has {item_bytes} bytes in the checkpoint and {values.itemsize} on this system")
     values.frombytes(decoder.data(data))
-    return _swap_to_little(values)
+    return values
 
 
 PYTHON_TAGS: tuple[Tag, ...] = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import sys
 from typing import Any, cast
 
 import torch
@@ -71,14 +70,10 @@ def choose_encoding(name: str, tensor: torch.Tensor, *, allow_pickle: bool) -> t
 
     Raises:
         InvalidArgumentError: The tensor has no data (on the meta device, fake, or freed), has a dtype that this version
-            of dcp_remote does not know, or is refused by `torch.save`; or the host is not little-endian.
+            of dcp_remote does not know, or is refused by `torch.save`.
         UnsafeObjectError: The tensor's stream needs code to load, as that of a subclass may, and `allow_pickle` is
             False.
     """
-    if sys.byteorder != "little":
-        raise InvalidArgumentError(
-            "Checkpoints are little-endian, and hosts of another byte order are not supported.", byteorder=sys.byteorder
-        )
     if dtype_name(tensor.dtype) not in ITEM_BYTES:
         raise InvalidArgumentError(
             "This version of dcp_remote cannot store a dtype of this torch; upgrade dcp_remote.",

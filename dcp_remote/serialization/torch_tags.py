@@ -6,13 +6,13 @@ not copied, neither when they are encoded nor when they are decoded.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 
 from dcp_remote.errors import UnsupportedFormatError
+from dcp_remote.format.columns import to_base64
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.json_tree import (
     INT_MAX,
@@ -25,7 +25,6 @@ from dcp_remote.format.json_tree import (
     expect,
     fields,
     from_base64,
-    to_base64,
 )
 from dcp_remote.serialization.numpy_tags import DIMENSIONS_MAX, decode_exact_data, decode_shape, should_share_memory
 
@@ -46,12 +45,6 @@ _LAYOUTS: dict[str, torch.layout] = {
         torch.jagged,
     )
 }
-
-
-def _swap_to_little(data: np.ndarray[Any, np.dtype[np.uint8]], name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Convert bytes of dtype `name` from this machine's byte order to little-endian, or back."""
-    unit_bytes = ITEM_BYTES[name] // (2 if name.startswith("complex") else 1)
-    return data if sys.byteorder == "little" else data.reshape(-1, unit_bytes)[:, ::-1].reshape(-1)
 
 
 def lacks_memory(tensor: torch.Tensor) -> bool:
@@ -106,7 +99,7 @@ def _encode_tensor(encoder: Encoder, value: torch.Tensor) -> Json:
         "dtype": _short_name(value.dtype),
         "shape": list(value.shape),
         "requires_grad": value.requires_grad,
-        "data": encoder.data(memoryview(_swap_to_little(data, _short_name(value.dtype)))),  # type: ignore[arg-type]  # a buffer
+        "data": encoder.data(memoryview(data)),  # type: ignore[arg-type]  # a buffer
     }
 
 
@@ -115,13 +108,13 @@ def _decode_tensor(decoder: Decoder, encoded: Json) -> torch.Tensor:
     dtype, shape = _find_by_name(decoder, _PLAIN_DTYPES, name), decode_shape(sizes)
     buffer = decode_exact_data(decoder, data, shape=shape, item_bytes=dtype.itemsize, is_boolean=dtype is torch.bool)
     content = np.frombuffer(buffer, dtype=np.uint8)
-    if should_share_memory(buffer) and sys.byteorder == "little" and content.ctypes.data % dtype.itemsize == 0:
+    if should_share_memory(buffer) and content.ctypes.data % dtype.itemsize == 0:
         tensor = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
     else:
         tensor = torch.empty(shape, dtype=dtype, device="cpu", requires_grad=False)
         if content.size:
             # Written through numpy, because torch implements no copy for some of its dtypes.
-            tensor.reshape(-1).view(torch.uint8).numpy()[:] = _swap_to_little(content, expect(name, str))
+            tensor.reshape(-1).view(torch.uint8).numpy()[:] = content
     return tensor.requires_grad_() if expect(requires_grad, bool) else tensor
 
 

@@ -231,12 +231,7 @@ class StoreChecks:
 
     def _delete(self) -> Mapping[str, StorageError]:
         """Delete all objects that may exist; return the errors of those that are left."""
-        if not self._keys:
-            return {}
-        try:
-            failed = self._retry(_DELETE_SECONDS).delete(self._keys)
-        except StorageError as error:
-            failed = dict.fromkeys(self._keys, error)
+        failed = self._retry(_DELETE_SECONDS).delete(self._keys) if self._keys else {}
         self._keys = list(failed)
         return failed
 

@@ -83,7 +83,7 @@ class DeletionQueue:
         removed = 0
         while self._keys and not stop() and not deadline.expired():
             keys = list(itertools.islice(self._keys, batch))
-            answer = _delete_batch(sender, keys)
+            answer = sender.delete(keys)
             failed.update(answer)
             removed += len(keys) - len(answer)
             self._has_removed |= len(answer) < len(keys)
@@ -124,10 +124,3 @@ class DeletionQueue:
 
 def _is_refused(keys: Sequence[str], answer: Mapping[str, StorageError]) -> bool:
     return len(answer) == len(keys) and all(isinstance(error, PermissionDeniedError) for error in answer.values())
-
-
-def _delete_batch(store: ObjectStore, keys: Sequence[str]) -> Mapping[str, StorageError]:
-    try:
-        return store.delete(keys)
-    except StorageError as error:
-        return dict.fromkeys(keys, error)

@@ -92,14 +92,14 @@ class RetryingStore(WrappedStore):
                     attempts.pause_or_raise(error)
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """Implement `ObjectStore.delete`. Keys that still fail at the deadline are returned with their errors."""
+        """Implement `ObjectStore.delete`. Returns the errors of keys that fail for good, or until the deadline."""
         failed: dict[str, StorageError] = {}
         with _Attempts(self, self._named("delete", *keys)) as attempts:
             while True:
                 try:
                     with limit_requests(self._deadline.remaining_seconds):
                         answer = self._store.delete(keys)
-                except TransientStorageError as error:
+                except StorageError as error:
                     answer = dict.fromkeys(keys, error)
                 for_now = {key: error for key, error in answer.items() if isinstance(error, TransientStorageError)}
                 failed.update((key, error) for key, error in answer.items() if key not in for_now)

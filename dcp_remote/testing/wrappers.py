@@ -84,15 +84,16 @@ class Fault:
     """Fault to inject.
 
     Attributes:
+        when: Function of verb, key and number that returns whether to hit a request. A `delete` is hit if this is true
+            for any of its keys.
         lost: What is lost: "request", "response", or "late".
-        when: Predicate of the requests to hit. A `delete` is hit if the predicate is true for any of its keys.
         persistent: True to hit every such request, False to hit only the first.
         error: Function that returns the exception to raise; None for a `TransientStorageError`.
         later_by: Number of requests that overtake one that is "late"; None to hold it until `FaultyStore.settle`.
     """
 
-    lost: Lost
     when: Predicate
+    lost: Lost
     persistent: bool = False
     error: Callable[[], BaseException] | None = None
     later_by: int | None = None
@@ -121,22 +122,7 @@ def nth(
     (`FaultyStore.hits` is empty). `lost`, `error` and `later_by` are those of `Fault`.
     """
     when = _IsNth(number, onwards=persistent)
-    return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
-
-
-def matching(
-    when: Predicate,
-    lost: Lost,
-    *,
-    persistent: bool = False,
-    error: Callable[[], BaseException] | None = None,
-    later_by: int | None = None,
-) -> Fault:
-    """Return a fault that hits the first request for which `when(verb, key, number)` is true; if `persistent`, all.
-
-    `lost`, `error` and `later_by` are those of `Fault`.
-    """
-    return Fault(lost=lost, when=when, persistent=persistent, error=error, later_by=later_by)
+    return Fault(when, lost, persistent=persistent, error=error, later_by=later_by)
 
 
 class _FaultState(SharedState):

@@ -24,7 +24,7 @@ from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.show import show
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError
-from dcp_remote.format.columns import decode_column, encode_bytes
+from dcp_remote.format.columns import decode_column, to_base64
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.serialization.torch_streams import save
@@ -205,7 +205,7 @@ def numbers(column: str) -> list[int]:
 def column(values: Sequence[int]) -> str:
     """Return a column, also of invalid numbers."""
     steps = [b - a for a, b in itertools.pairwise([0, *values])]
-    return "8:" + encode_bytes(b"".join((step % 2**64).to_bytes(8, "little") for step in steps))
+    return "8:" + to_base64(b"".join((step % 2**64).to_bytes(8, "little") for step in steps))
 
 
 def with_number(document: dict[str, Any], path: str, index: int, change: Callable[[int], int]) -> dict[str, Any]:

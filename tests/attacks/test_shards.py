@@ -20,7 +20,7 @@ from dcp_remote.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from dcp_remote.format.columns import decode_bytes, encode_bytes
+from dcp_remote.format.columns import decode_bytes, to_base64
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.format.manifest_json import make_tombstone
 from tests.attacks.attacker import (
@@ -161,7 +161,7 @@ def state_digest(document: dict[str, Any], part: str, name: str, index: int, val
     """Write another digest into a list of digests of the document."""
     digests = bytearray(decode_bytes(document[part][name], name=name))
     digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)] = value
-    document[part][name] = encode_bytes(bytes(digests))
+    document[part][name] = to_base64(bytes(digests))
 
 
 def put_table(attacked: Bucket, table: bytes) -> None:

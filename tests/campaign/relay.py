@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
-from dcp_remote.testing.servers import HttpAnswer, S3Server
+from dcp_remote.testing.servers import S3Server
+from tests.support.scripted_server import HttpAnswer
 
 # "half": half of the body has arrived; without a body, the same as "sent". "sent": all has arrived, and nothing was
 # passed on. "answered": the server has carried it out, and the client has no answer.

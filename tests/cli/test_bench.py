@@ -24,11 +24,12 @@ from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_s
 from dcp_remote.storage.base import Capabilities, Condition
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.wrapper import Verb, WrappedStore
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
-from dcp_remote.testing.wrappers import FaultyStore, matching
+from dcp_remote.testing.servers import S3Server
+from dcp_remote.testing.wrappers import Fault, FaultyStore
 from tests.benchmark.server.server import BenchServer, bench_server
 from tests.benchmark.server.shape import Shape
 from tests.support.command_line import CommandLine, KeepingStore
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 BYTES = ["--bytes", "4MiB"]
 PARALLEL = [1, 2, 4, 8, 16]
@@ -139,7 +140,7 @@ def test_failures_leave_no_objects(
     def fails(verb: Verb, key: str, number: int) -> bool:
         return verb == "put" and next(puts) >= after
 
-    fault = matching(fails, "response", persistent=True, error=lambda: error)
+    fault = Fault(fails, "response", persistent=True, error=lambda: error)
     assert bench(FaultyStore(memory, [fault]), monkeypatch) == code
     assert list(memory.list()) == []
 
@@ -215,7 +216,7 @@ def test_transient_failures_are_counted(
             seen.update([key] if verb == "get_into" else [])
             return is_new
 
-        slow_down = matching(is_first, "request", persistent=True, error=lambda: TransientStorageError("Slow down."))
+        slow_down = Fault(is_first, "request", persistent=True, error=lambda: TransientStorageError("Slow down."))
         return FaultyStore(memory, [slow_down])
 
     assert bench(busy(), monkeypatch, "--json") == 0

@@ -30,11 +30,11 @@ from dcp_remote.storage.base import Condition
 from dcp_remote.storage.checks import Check, Finding, StoreChecks, check_machine, run_checks
 from dcp_remote.storage.cloud.checks import S3Checks
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing import servers
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
-from dcp_remote.testing.wrappers import FaultyStore, RecordingStore, matching
+from dcp_remote.testing.servers import S3Server
+from dcp_remote.testing.wrappers import Fault, FaultyStore, RecordingStore
 from tests.support.command_line import CommandLine
 from tests.support.schemas import require_schema
+from tests.support.scripted_server import Handler, HttpAnswer, HttpRequest, scripted_server
 
 SECRETS = ("AKIARECOGNIZABLE", "secret/of+the=tests", "token/of+the=tests", "user-of-proxy", "password-of-proxy")
 RULES = ["lifecycle", "versions", "object lock"]
@@ -168,7 +168,7 @@ def denying(store: ObjectStore, denied: str, code: str = "AccessDenied") -> Obje
     def deny() -> PermissionDeniedError:
         return PermissionDeniedError("The store refused the request.", code=code)
 
-    return FaultyStore(store, [matching(lambda verb, *_: verb == denied, "request", persistent=True, error=deny)])
+    return FaultyStore(store, [Fault(lambda verb, *_: verb == denied, "request", persistent=True, error=deny)])
 
 
 @pytest.mark.parametrize("verb", ["put", "get", "list", "delete"])
@@ -247,7 +247,7 @@ def test_a_store_that_falls_silent_ends_the_requests(
 ) -> None:
     """Lose the answer of each GET: it is reported once; what was put before is deleted."""
     monkeypatch.setattr("dcp_remote.storage.checks._REQUEST_SECONDS", 0.05)
-    lost = matching(lambda verb, key, number: verb == "get", "response", persistent=True)
+    lost = Fault(lambda verb, key, number: verb == "get", "response", persistent=True)
     report = examine("memory://doctor", store=FaultyStore(memory, [lost]), code=1)
     assert report.named("fail") == ["get"]
     assert report.named("skip") == STORE[2:]
@@ -257,7 +257,7 @@ def test_a_store_that_falls_silent_ends_the_requests(
 @pytest.mark.parametrize("key", ["object", "swapped", "large"])
 def test_after_an_interruption_nothing_is_left(memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """Press Ctrl-C when an object has been written and its answer has not come."""
-    is_hit = matching(
+    is_hit = Fault(
         lambda verb, asked, number: verb == "put" and asked.endswith(key), "response", error=KeyboardInterrupt
     )
     monkeypatch.setattr("dcp_remote.cli.doctor.open_store", lambda url, options: FaultyStore(memory, [is_hit]))
@@ -330,9 +330,7 @@ def test_the_clock(
     examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch, offset_seconds: int, says: str
 ) -> None:
     """Examine servers whose time is another."""
-    monkeypatch.setattr(
-        servers._Handler, "date_time_string", lambda self: formatdate(time.time() + offset_seconds, usegmt=True)
-    )
+    monkeypatch.setattr(Handler, "date_time_string", lambda self: formatdate(time.time() + offset_seconds, usegmt=True))
     report = examine_server(examine, lambda request: refusal("AccessDenied"))
     assert re.match(says, report.shown("clock"))
 

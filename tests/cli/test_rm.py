@@ -13,10 +13,10 @@ import pytest
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
 from dcp_remote.run.catalog_store import read_catalog, swap
-from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.labels import give_names
 from dcp_remote.run.usage import Usage, read_usage
 from dcp_remote.storage import LocalStore
+from dcp_remote.storage.deletion_queue import DeletionQueue
 from tests.support.command_line import CommandLine, KeepingStore, open_with
 from tests.support.runs import begin, fence, save
 from tests.support.schemas import require_schema
@@ -173,7 +173,7 @@ def test_objects_beyond_the_first_refusal_are_counted(
 ) -> None:
     """Deny deletions, an object per request: one request is sent, and the error counts the objects of all requests."""
     monkeypatch.setattr("dcp_remote.cli.deletions.open_store", open_with(KeepingStore))
-    monkeypatch.setattr(Deletions, "delete", partialmethod(Deletions.delete, batch=1))
+    monkeypatch.setattr(DeletionQueue, "delete", partialmethod(DeletionQueue.delete, batch=1))
     shown = cli.run("rm", run, "--step", "1", "--yes", code=3)
     assert shown.out.count("An injected") == 1
     assert "failed=1 left=2" in shown.err

@@ -123,7 +123,7 @@ def test_after_an_interruption_it_goes_on(
     def is_last(verb: str, key: str, _number: int) -> bool:
         return verb == "head" and key == paths[-1]
 
-    faults = [Fault("request", is_last, persistent=True, error=lambda: error)]
+    faults = [Fault(is_last, "request", persistent=True, error=lambda: error)]
     with monkeypatch.context() as patched:
         patched.setattr("dcp_remote.cli.verify.open_store", open_with(partial(FaultyStore, faults=faults)))
         patched.setattr("dcp_remote.run.verification._BATCH", 1)

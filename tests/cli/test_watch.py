@@ -18,7 +18,7 @@ from dcp_remote.cli import watch as watch_module
 from dcp_remote.format.catalog import CATALOG_KEY, Entry
 from dcp_remote.run.waiting import watch_run
 from dcp_remote.storage import LocalStore, open_store
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine, open_with
 from tests.support.runs import save
@@ -112,7 +112,7 @@ def test_an_outage_is_said_once(
     cli: CommandLine, run: tuple[Path, list[Entry]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fail some looks: one line when it begins, one when it ends, and the checkpoint after it."""
-    down = matching(lambda verb, _key, number: number < 5, "request", persistent=True)
+    down = Fault(lambda verb, _key, number: number < 5, "request", persistent=True)
     monkeypatch.setattr(watch_module, "open_store", open_with(lambda store: FaultyStore(store, [down])))
     shown = cli.run("watch", run[0], "--after", 2, "--once")
     assert len(shown.lines) == 2

@@ -28,7 +28,7 @@ from dcp_remote.manager.reports import SaveReport
 from dcp_remote.manager.save_planning import Task
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.rank_threads import wait_until
 from tests.support.training import LENGTH, VOCABULARY, Leaves, Training, full, trained
 
@@ -267,7 +267,7 @@ def restore_own(path: Path) -> tuple[object, float, list[str]]:
 def fail_on_one_rank(path: Path, victim: int) -> list[Ended | None]:
     """Save, and restore, with a store that refuses the shards of one rank; then both without."""
     store = LocalStore(str(path))
-    refused = matching(
+    refused = Fault(
         lambda _verb, key, _number: key.startswith("shards/"),
         "request",
         persistent=True,

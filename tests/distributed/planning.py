@@ -19,7 +19,7 @@ from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import PermissionDeniedError
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.distributed.managed import Ended, State, ended, managing
 
 # Of the tensor that is sharded over all ranks.
@@ -59,7 +59,7 @@ class Refusing(FaultyStore):
         def is_refused(verb: Verb, key: str, _number: int) -> bool:
             return self.refuses[0] and verb == "put" and "shards/" in key
 
-        super().__init__(store, [matching(is_refused, "request", persistent=True, error=_denied)])
+        super().__init__(store, [Fault(is_refused, "request", persistent=True, error=_denied)])
 
 
 def _denied() -> PermissionDeniedError:

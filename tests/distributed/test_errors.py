@@ -20,7 +20,7 @@ from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, PermissionDeniedError, SaveFailedError
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from tests.distributed.managed import sharded
 from tests.support.rank_pool import RankPool
 
@@ -66,7 +66,7 @@ def save_denied(path: Path, in_background: bool) -> dict[int, BaseException]:
     store: ObjectStore = LocalStore(str(path))
     if dist.get_rank() == 1:
         refused = PermissionDeniedError("An injected refusal.")
-        store = FaultyStore(store, [matching(is_shard_put, "request", persistent=True, error=lambda: refused)])
+        store = FaultyStore(store, [Fault(is_shard_put, "request", persistent=True, error=lambda: refused)])
     if not in_background:
         return failures(path, lambda: dcp.save(state_of(1), storage_writer=RemoteWriter(store)))
     group = dist.new_group(backend="gloo")

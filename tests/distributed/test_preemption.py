@@ -275,7 +275,7 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
         preemptions = [Preemption(ranks, 20.0, clock=clock) for ranks in them.ranks]
 
         def is_settled(number: int) -> bool:
-            return all(one._agreement.round == number and one._agreement.settled.is_set() for one in preemptions)
+            return all(one.agreement.round == number and one.agreement.settled.is_set() for one in preemptions)
 
         for notice, (rank, step) in enumerate([(0, 1), (2, 5), (1, 7)], start=1):
             assert not any(one.reached(step) for one in preemptions)
@@ -287,7 +287,7 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
             clock.now += 10
             preemptions[rank].record_signal()  # again, of the same notice
             time.sleep(0.1)
-            assert [one._agreement.round for one in preemptions] == [notice] * 3
+            assert [one.agreement.round for one in preemptions] == [notice] * 3
             clock.now += 10
             for one in preemptions:
                 one.forget_expired_notice()
@@ -311,10 +311,10 @@ def test_ranks_that_cannot_agree_stop_without_a_save(caplog: pytest.LogCaptureFi
             preemptions[0].record_signal()
             for step in (1, 2, 3):
                 assert not any(them_at.reached(step) for them_at in preemptions[:2])
-                wait_until(preemptions[1]._agreement.heard.is_set)
+                wait_until(preemptions[1].agreement.heard.is_set)
             assert [one.must_stop for one in preemptions] == [True, True, False]
         # It comes back, and hears that nothing came of it.
-        wait_until(preemptions[2]._agreement.settled.is_set)
+        wait_until(preemptions[2].agreement.settled.is_set)
         assert not any(one.reached(step) for step in (4, 5) for one in preemptions)
         assert all(one.must_stop for one in preemptions)
     assert "rank 0: SIGTERM has arrived: the ranks agree on a step" in caplog.text
@@ -333,14 +333,14 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
         one, other = (Preemption(ranks, 0.3) for ranks in them.ranks)
         with held(them.ranks[0]):
             other.record_signal()
-            wait_until(other._agreement.heard.is_set)
+            wait_until(other.agreement.heard.is_set)
             with held(them.ranks[1]):
                 assert [other.reached(step) for step in (1, 2)] == [False, False]
                 # What the coordinator then decides counts where it still can.
                 Client(dist.PrefixStore("group", them.store)).put_first("preempt/1/step", Moment(0, 4).encode())
-            wait_until(other._agreement.settled.is_set)
+            wait_until(other.agreement.settled.is_set)
             assert [other.reached(step) for step in (3, 4, 5)] == [False, True, False]
-        wait_until(one._agreement.settled.is_set)
+        wait_until(one.agreement.settled.is_set)
         assert [one.reached(step) for step in (3, 4, 5)] == [False, True, False]
     assert len(warnings_of(caplog)) == 1
 
@@ -369,10 +369,10 @@ def test_silence_is_longer_where_heartbeats_are_seldom() -> None:
             preemptions[0].record_signal()
             wait_until(lambda: all(preemptions[ranks.rank]._watched_round for ranks in living))
             for seconds in (5.0, 10.0, 15.0, 20.0):
-                assert not preemptions[0]._agreement.settled.is_set(), seconds
+                assert not preemptions[0].agreement.settled.is_set(), seconds
                 clock.now += 5.0
                 wait_for_heartbeats(living)
-            wait_until(preemptions[0]._agreement.settled.is_set)
+            wait_until(preemptions[0].agreement.settled.is_set)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -395,7 +395,7 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(lost: int, caplog: py
                         clock.now += 5.0
                         wait_for_heartbeats([them.ranks[rank] for rank in living])
                 for rank in living:
-                    wait_until(preemptions[rank]._agreement.settled.is_set)
+                    wait_until(preemptions[rank].agreement.settled.is_set)
                     assert not preemptions[rank].reached(2)
                     assert preemptions[rank].must_stop
             text = "\n".join(warnings_of(caplog))

@@ -15,9 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_remote import RemoteReader, RemoteWriter, load
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
+from dcp_remote.testing.servers import S3Server
 from tests.distributed.managed import sharded
 from tests.support.rank_pool import RankPool
+from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 from tests.support.training import assert_same, full
 
 Options = dict[str, str]

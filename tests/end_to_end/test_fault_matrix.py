@@ -22,7 +22,7 @@ from dcp_remote.run.gc import remove_orphans
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Verb
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from tests.support import faults
 from tests.support.faults import CRASHES, NO_ANSWER, ONCE, CrashError, Way, denied
 from tests.support.figures import count
@@ -190,7 +190,7 @@ def test_a_failed_save_that_removes_its_shards(way: Way, world_size: int) -> Non
 
     The old checkpoint stays; the shards left are removed as orphans.
     """
-    refused = matching(
+    refused = Fault(
         _puts_the_last_shard_of(world_size - 1),
         "request",
         persistent=True,

@@ -29,7 +29,7 @@ from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, nth
 from dcp_remote.testing.wrappers import Predicate
 from tests.support.faults import verb_is
 from tests.support.threads import HookedStore
@@ -54,7 +54,7 @@ def test_shards_that_never_go_through() -> None:
     store = MemoryStore()
     save(store, OLD, 3)
     before = shards_in(store)
-    faulty = FaultyStore(store, [matching(_puts("rank-00001"), "response", persistent=True)])
+    faulty = FaultyStore(store, [Fault(_puts("rank-00001"), "response", persistent=True)])
     with pytest.raises(SaveFailedError) as caught:
         save(faulty, NEW, 3, timeout_seconds=0.6)
     details = caught.value.details
@@ -80,7 +80,7 @@ def test_shards_that_never_go_through() -> None:
 def test_refusals_are_not_repeated(refusal: StorageError, word: str) -> None:
     """Access denied and a full disk: one attempt, the cause in the message, no object left."""
     store = MemoryStore()
-    faulty = FaultyStore(store, [matching(_puts("shards/"), "request", persistent=True, error=lambda: refusal)])
+    faulty = FaultyStore(store, [Fault(_puts("shards/"), "request", persistent=True, error=lambda: refusal)])
     with pytest.raises(SaveFailedError) as caught:
         save(faulty, NEW, 1)
     assert caught.value.details["attempts"] == 1
@@ -105,7 +105,7 @@ def test_a_place_that_cannot_be_looked_at() -> None:
     store = MemoryStore()
     save(store, OLD, 1)
     before = shards_in(store)
-    faulty = FaultyStore(store, [matching(verb_is("get"), "request", persistent=True)])
+    faulty = FaultyStore(store, [Fault(verb_is("get"), "request", persistent=True)])
     with pytest.raises(TransientStorageError) as caught:
         save(faulty, NEW, 1, timeout_seconds=0.6)
     assert caught.value.details["key"] == MANIFEST_KEY
@@ -122,8 +122,8 @@ def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: 
     faulty = FaultyStore(
         store,
         [
-            matching(_puts("shards/"), "response", persistent=True),
-            matching(verb_is("delete"), "request", persistent=True),
+            Fault(_puts("shards/"), "response", persistent=True),
+            Fault(verb_is("delete"), "request", persistent=True),
         ],
     )
     with pytest.raises(SaveFailedError, match="shard"):
@@ -178,7 +178,7 @@ def test_a_stalled_shard_ends_by_the_deadline() -> None:
 def test_under_torch_every_error_keeps_its_class_and_details() -> None:
     """`dcp.save` raises an error that contains this package's own, with rank and shard, and its message."""
     store = MemoryStore()
-    faulty = FaultyStore(store, [matching(_puts("shards/"), "request", persistent=True)])
+    faulty = FaultyStore(store, [Fault(_puts("shards/"), "request", persistent=True)])
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"w": torch.ones(2)}, storage_writer=RemoteWriter(faulty, timeout_seconds=3.0))
     error = caught.value.failures[0][0]

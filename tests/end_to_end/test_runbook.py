@@ -18,7 +18,8 @@ import torch
 from dcp_remote import CheckpointManager, Retention
 from dcp_remote.cli import main
 from dcp_remote.errors import DcpRemoteError
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.servers import S3Server
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "runbook.md"
 URL = "s3://my-bucket/run"

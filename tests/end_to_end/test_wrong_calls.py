@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_remote
 from dcp_remote import CheckpointManager, RemoteWriter
 from dcp_remote.common.deadline import RetryPolicy
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.servers import S3Server
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 PAGE = Path(__file__).with_name("wrong_calls.md")
 

@@ -111,7 +111,7 @@ def test_a_restore_under_a_condition(ranks: ManagerThreads) -> None:
     """Its ranks count no restore, so that all ranks can still agree on a step at which to stop."""
 
     def counted() -> set[int]:
-        return {one._preemption._agreement._restores for one in ranks.managers}
+        return {one._preemption.agreement._restores for one in ranks.managers}
 
     ranks.values(lambda _, one: one.save(1, state_of(1), wait=True))
     for calling in ([0, 1], [2], [1, 2], [0]):

@@ -52,7 +52,7 @@ from dcp_remote.run.thinning import drop_keys
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.rank_threads import wait_until
 from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
 from tests.support.states import equal
@@ -89,7 +89,7 @@ def assert_is(state: dict[str, Any], step: int) -> None:
 
 def refusing(store: MemoryStore, what: str) -> FaultyStore:
     """Return a store that refuses each request whose verb or whose key's beginning is this."""
-    refused = matching(
+    refused = Fault(
         lambda verb, key, _number: verb == what or key.startswith(what),
         "request",
         persistent=True,
@@ -536,7 +536,7 @@ def test_the_generators_of_a_training_are_its_own() -> None:
     A retry of a cut connection once changed the numbers that a rank drew next.
     """
     store = FaultyStore(
-        MemoryStore(), [matching(lambda _verb, _key, number: number % 3 == 0, "response", persistent=True)]
+        MemoryStore(), [Fault(lambda _verb, _key, number: number % 3 == 0, "response", persistent=True)]
     )
     before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tobytes()  # type: ignore[index]  # the words of its state
     saved(store, 1, 2, retention=Retention(keep_last=1))
@@ -906,9 +906,7 @@ def test_a_restore_asks_no_longer_than_it_has_time(key: str, way: str) -> None:
     inner = MemoryStore()
     with CheckpointManager(inner) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)}, wait=True)
-    busy = FaultyStore(
-        inner, [matching(lambda _verb, asked, _number: asked.startswith(key), "request", persistent=True)]
-    )
+    busy = FaultyStore(inner, [Fault(lambda _verb, asked, _number: asked.startswith(key), "request", persistent=True)])
     silent = HangingStore(inner, lambda request: request.key.startswith(key))
     with CheckpointManager(silent if way == "is silent" else busy, timeout_seconds=0.5) as checkpoints:
         began_seconds = time.monotonic()

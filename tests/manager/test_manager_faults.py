@@ -43,7 +43,7 @@ from dcp_remote.run.lookup import read_entry, read_manifest_at
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from tests.support.catalogs import stored
 from tests.support.faults import CRASHES, NO_ANSWER, ONCE, CrashError, Way, denied, fault, shorten_pauses
 from tests.support.figures import LONG_SECONDS, count
@@ -191,7 +191,7 @@ def has_failed(manager: CheckpointManager, gate: Gate) -> None:
     """Save a step; fail to save another, whose shards are refused."""
     has_saved(1)(manager, gate)
     inner = gate._store
-    gate.lead_to(FaultyStore(inner, [matching(is_shard_put, "request", error=denied)]))
+    gate.lead_to(FaultyStore(inner, [Fault(is_shard_put, "request", error=denied)]))
     with pytest.raises(SaveFailedError):
         manager.save(2, state_of(2), wait=True)
     gate.lead_to(inner)
@@ -223,14 +223,14 @@ def retire_newest(store: MemoryStore) -> None:
     maintenance, run = Deletions(store), stored(store)
     assert run is not None
     maintenance.retire([run.entries[-1].step], deadline=Deadline(PATIENCE_SECONDS), force=True)
-    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 def thin_oldest(store: MemoryStore) -> None:
     maintenance, run = Deletions(store), stored(store)
     assert run is not None
     thin(maintenance, [run.entries[0].step], deadline=Deadline(PATIENCE_SECONDS))
-    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
 
 
 SCENES: dict[str, Scene] = {
@@ -679,7 +679,7 @@ def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any]
     assert run is not None
     maintenance = Deletions(self._store)
     maintenance.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
-    maintenance.delete(deadline=Deadline(PATIENCE_SECONDS))
+    maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
     return commit(self, *arguments)
 
 

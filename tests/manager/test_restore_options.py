@@ -21,7 +21,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from dcp_remote import CheckpointManager, Opaque, PerRank, Retention, load, training_state
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
-from dcp_remote.loading.optimizer_differences import place_of
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import manager_threads, plain
@@ -275,60 +274,22 @@ def test_no_ready_rename_where_it_is_not_certain(store: RecordingStore) -> None:
     assert "model.third.w (near: " in caught.value.message
 
 
-SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "expected"),
-    [
-        (
-            (ADAMW, {}),
-            (SGD, {"momentum": 0.9}),
-            "only the checkpoint has exp_avg, exp_avg_sq, step for a parameter; only the state has momentum_buffer for",
-        ),
-        (
-            (ADAMW, {}),
-            (SGD, {}),
-            "only the checkpoint has exp_avg, exp_avg_sq, step for a parameter; only the state has dampening, momentum",
-        ),
-        ((SGD, {}), (ADAMW, {}), "only the state has amsgrad, betas, capturable"),
-        ((ADAMW, {}), (ADAMW, {"amsgrad": True}), "only the state has max_exp_avg_sq for a parameter."),
-        ((ADAMW, {"amsgrad": True}), (ADAMW, {}), "only the checkpoint has max_exp_avg_sq for a parameter."),
-    ],
-)
-def test_another_optimizer(store: RecordingStore, saved: Any, now: Any, expected: str) -> None:
-    """The message has the keys that differ, not the advice to put the optimizer into the state; `exclude` helps."""
+def test_another_optimizer(store: RecordingStore) -> None:
+    """The message has the names that differ and what to do; `exclude` begins the optimizer anew."""
     old, new = Net(classes=2), Net(classes=2)
-    (old_class, old_options), (new_class, new_options) = saved, now
-    optimizer = old_class(old.parameters(), lr=0.01, **old_options)
+    optimizer = torch.optim.AdamW(old.parameters(), lr=0.01)
     train(old, optimizer, 1)
     save(store, {"model": old, "optim": optimizer})
-    state: State = {"model": new, "optim": new_class(new.parameters(), lr=0.01, **new_options)}
+    state: State = {"model": new, "optim": torch.optim.SGD(new.parameters(), lr=0.01, momentum=0.9)}
     with pytest.raises(StateMismatchError) as caught:
         restore(store, state)
     message = caught.value.message
-    begin = "\noptim is not the optimizer that was saved, but of another class or with other options: "
-    assert f"{begin}{expected}" in message
-    assert 'exclude=["optim.*"] begins the optimizer anew' in message
-    assert not any(text in message for text in ("put the optimizer itself", "near:", "rename="))
+    assert re.search(r"missing in the checkpoint: .*optim\.state\.\S+\.momentum_buffer", message)
+    assert re.search(r"not in the state: .*optim\.state\.\S+\.exp_avg", message)
+    assert 'exclude="pattern" leaves values as they are' in message
     restore(store, state, exclude=["optim.*"])
     assert equal(new.state_dict(), old.state_dict())
     train(new, state["optim"], 1)
-
-
-def test_a_hostile_name_takes_no_time() -> None:
-    """Without a limit, the expression would try every part of the name as the place of an optimizer."""
-    assert place_of("optim.state.w.step") == "optim"
-    assert place_of("a" + ".state" * 150_000 + ".") is None
-
-
-def test_a_layer_that_the_checkpoint_lacks_is_no_other_optimizer(store: RecordingStore) -> None:
-    """All keys of the optimizer were saved, of other parameters."""
-    save(store, bare(Net(classes=2), steps=1))
-    with pytest.raises(StateMismatchError) as caught:
-        restore(store, bare(Net(classes=2, adapter=2)))
-    assert "model.adapter.0.weight" in caught.value.message
-    assert "is not the optimizer" not in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dcp_remote.errors import DcpRemoteError, InvalidArgumentError, StorageError
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.save_policy import SaveSchedule
 from dcp_remote.storage import MemoryStore
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from tests.support.rank_threads import Clock, LostStore, held, manager_threads, rank_threads, wait_until
 
 
@@ -92,7 +92,7 @@ def test_a_save_that_fails_is_due_again() -> None:
         return verb == "put" and is_down
 
     store = FaultyStore(
-        MemoryStore(), [matching(is_refused, "request", persistent=True, error=lambda: StorageError("refused"))]
+        MemoryStore(), [Fault(is_refused, "request", persistent=True, error=lambda: StorageError("refused"))]
     )
     with CheckpointManager(store, save_policy=SavePolicy(every_steps=2)) as checkpoints:
         with pytest.raises(InvalidArgumentError):
@@ -180,9 +180,9 @@ def test_a_step_far_ahead_makes_no_rank_wait() -> None:
             assert not second.should_save(step)
             clock.now += 0.004  # ten steps to the save
         clock.now += 59.98
-        wait_until(lambda: first._agreement.settled.is_set() and second._agreement.settled.is_set())
-        assert first._agreement.decided is not None
-        due = first._agreement.decided.step
+        wait_until(lambda: first.agreement.settled.is_set() and second.agreement.settled.is_set())
+        assert first.agreement.decided is not None
+        due = first.agreement.decided.step
         assert due == 2 + 10
         with held(them.ranks[0]), held(them.ranks[1]):
             for schedule in (first, second):
@@ -216,7 +216,7 @@ def test_ranks_that_cannot_agree_leave_a_save_out(
         first._clock = clock
         assert not first.should_save(1)
         clock.now += 60
-        wait_until(first._agreement.heard.is_set)
+        wait_until(first.agreement.heard.is_set)
         assert [step for step in range(2, 20) if first.should_save(step)] == []
         first.close()
     assert len([one for one in caplog.records if "did not agree in time" in one.message]) == 1

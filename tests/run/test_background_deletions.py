@@ -32,7 +32,7 @@ from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
 from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from tests.support.catalogs import stored
 from tests.support.faults import denied
 from tests.support.manifests import decode
@@ -220,7 +220,7 @@ FAULTS: dict[str, Callable[[int], Fault]] = {
     "request lost": lambda number: nth(number, "request"),
     "response lost": lambda number: nth(number, "response"),
     # A job that may not delete leaves its objects to gc.
-    "403": lambda number: matching(lambda verb, _key, now: now >= number and verb != "delete", "request", error=denied),
+    "403": lambda number: Fault(lambda verb, _key, now: now >= number and verb != "delete", "request", error=denied),
 }
 
 
@@ -250,7 +250,7 @@ def take_over(store: MemoryStore) -> None:
 def by_hand(store: MemoryStore, act: Callable[[Deletions], object]) -> None:
     maintenance = Deletions(store)
     act(maintenance)
-    maintenance.delete(deadline=deadline())
+    maintenance.queue.delete(deadline=deadline())
 
 
 MEANWHILE: dict[str, Callable[[MemoryStore], object]] = {
@@ -308,7 +308,7 @@ def settle(store: ObjectStore, told: Unheard) -> Deletions:
     maintenance = Deletions(store)
     maintenance.note(told.run_id, told.entry, told.shards)
     maintenance.settle(deadline=deadline())
-    maintenance.delete(deadline=deadline())
+    maintenance.queue.delete(deadline=deadline())
     return maintenance
 
 
@@ -444,9 +444,9 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("apply", "delete", "note", "settle"):
+    for name in ("apply", "note", "settle"):
         monkeypatch.setattr(Deletions, name, watched(name, getattr(Deletions, name)))
-    for owner, name in ((LiveShards, "remember"), (DeletionQueue, "add")):
+    for owner, name in ((LiveShards, "remember"), (DeletionQueue, "add"), (DeletionQueue, "delete")):
         monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
     return found
 
@@ -481,7 +481,7 @@ def test_requests_of_an_overwrite() -> None:
     maintenance.named.remember(new.manifest, decode(store.space.objects[new.manifest].data).shards.keys)
     maintenance.note(run.run_id, old)
     maintenance.settle(deadline=deadline(), catalog=stored(store))
-    maintenance.delete(deadline=deadline())
+    maintenance.queue.delete(deadline=deadline())
     assert recording.calls == [
         ("get", CATALOG_KEY),
         ("put", CATALOG_KEY),
@@ -498,7 +498,7 @@ def test_what_is_given_up_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     failing.delete(["a", "b"])
     assert failing.wait(PATIENCE_SECONDS)
     assert (failing.pending, failing.orphans_left) == (2, 0)
-    deny = matching(lambda verb, _key, _now: verb == "delete", "request", error=denied, persistent=True)
+    deny = Fault(lambda verb, _key, _now: verb == "delete", "request", error=denied, persistent=True)
     denied_here = BackgroundDeletions(FaultyStore(MemoryStore(), [deny]))
     for keys_of_a_save in (["a", "b"], ["c"]):
         denied_here.delete(keys_of_a_save)

@@ -41,7 +41,7 @@ from dcp_remote.run.catalog_store import Change, Seen, read_catalog, see_catalog
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Capabilities
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from dcp_remote.testing.wrappers import Lost
 from tests.support.catalogs import NONCE, ONE, SECONDS, attempt, commit, identity, store_of, stored, swapped
 from tests.support.clocks import SleepClock
@@ -243,7 +243,7 @@ is_put = verb_is("put")
 def test_a_refusal_for_ever_is_an_error_of_the_store() -> None:
     """Refuse every PUT as if another were under way: given up with an error that no handler takes for a conflict."""
     store = store_of()
-    refused = matching(is_put, "request", persistent=True, error=lambda: ConditionFailedError("An injected 409."))
+    refused = Fault(is_put, "request", persistent=True, error=lambda: ConditionFailedError("An injected 409."))
     with pytest.raises(StorageError, match="may not support") as caught:
         swapped(FaultyStore(store, [refused]), commit(2))
     assert not isinstance(caught.value, ConditionFailedError)
@@ -254,7 +254,7 @@ def test_a_refusal_for_ever_is_an_error_of_the_store() -> None:
 def test_a_run_begins_although_a_put_is_lost(lost: Lost) -> None:
     """Lose the PUT of a run's first catalog, or its answer: one run, whose fence is taken."""
     store = MemoryStore()
-    faulty = FaultyStore(store, [matching(is_put, lost)])
+    faulty = FaultyStore(store, [Fault(is_put, lost)])
     after = swapped(faulty, take_fence, create=True)
     faulty.settle()
     assert stored(store) == after
@@ -264,7 +264,7 @@ def test_a_run_begins_although_a_put_is_lost(lost: Lost) -> None:
 def test_what_is_on_its_way_is_not_denied() -> None:
     """Delay the first swap and refuse the second for good: the outcome is unknown, since the first may arrive."""
     store = store_of()
-    late, refused = matching(is_put, "late"), matching(is_put, "request", error=denied, persistent=True)
+    late, refused = Fault(is_put, "late"), Fault(is_put, "request", error=denied, persistent=True)
     faulty = FaultyStore(store, [late, refused])
     with pytest.raises(CommitUnknownError):
         swapped(faulty, commit(2))
@@ -276,7 +276,7 @@ def test_what_is_on_its_way_is_not_denied() -> None:
 def test_what_can_never_arrive_is_denied() -> None:
     """Do the same after another's swap: the late PUT can no longer succeed, so the refusal is certain."""
     store = store_of()
-    late, refused = matching(is_put, "late"), matching(is_put, "request", error=denied, persistent=True)
+    late, refused = Fault(is_put, "late"), Fault(is_put, "request", error=denied, persistent=True)
     with pytest.raises(PermissionDeniedError):
         swapped(FaultyStore(store, [late, refused]), meanwhile(store, commit(2), None, commit(7)))
     assert stored(store) == commit(7)(ONE)
@@ -294,7 +294,7 @@ def meanwhile(store: MemoryStore, change: Change, *others: Change | None) -> Cha
 
 
 def test_a_lost_answer_costs_one_look() -> None:
-    recording = RecordingStore(FaultyStore(store_of(), [matching(is_put, "response")]))
+    recording = RecordingStore(FaultyStore(store_of(), [Fault(is_put, "response")]))
     swapped(recording, commit(2))
     assert [verb for verb, _ in recording.calls] == ["get", "put", "get"]
 
@@ -320,7 +320,7 @@ def test_a_lost_swap_costs_two_requests_more() -> None:
 def test_a_lost_answer_and_then_a_fence() -> None:
     """Lose the answer to a commit, and fence the job: the commit is found, and succeeds."""
     store, ours = store_of(), attempt(2, "b")
-    faulty = FaultyStore(store, [matching(is_put, "response")])
+    faulty = FaultyStore(store, [Fault(is_put, "response")])
     after = swapped(faulty, meanwhile(store, lambda run: add_entry(run, ours), None, take_fence))
     assert after.holds(ours.entry.save_id)
 
@@ -331,7 +331,7 @@ def test_what_was_committed_and_retired_is_not_committed_again() -> None:
     retire = partial(retire_entries, save_ids=[ours.entry.save_id])
     with pytest.raises(BeginAgainError):
         swapped(
-            FaultyStore(store, [matching(is_put, "response")]),
+            FaultyStore(store, [Fault(is_put, "response")]),
             meanwhile(store, lambda run: add_entry(run, ours), None, retire),
         )
     now = stored(store)
@@ -342,7 +342,7 @@ def test_what_was_committed_and_retired_is_not_committed_again() -> None:
 def test_pauses_double_and_end_at_the_deadline() -> None:
     """Fail all: pauses double up to five seconds, then one more read, since the last PUT may have succeeded."""
     clock = SleepClock()
-    recording = RecordingStore(FaultyStore(store_of(), [matching(is_put, "request", persistent=True)]))
+    recording = RecordingStore(FaultyStore(store_of(), [Fault(is_put, "request", persistent=True)]))
     with pytest.raises(CommitUnknownError) as caught:
         swapped(recording, commit(2), seconds=20, clock=clock)
     assert clock.sleeps == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
@@ -353,17 +353,17 @@ def test_pauses_double_and_end_at_the_deadline() -> None:
 def test_the_deadline_has_passed() -> None:
     """Swap after the deadline: one attempt and one read, which finds a PUT that was carried out."""
     store = store_of()
-    assert swapped(FaultyStore(store, [matching(is_put, "response")]), commit(2), seconds=0) == stored(store)
+    assert swapped(FaultyStore(store, [Fault(is_put, "response")]), commit(2), seconds=0) == stored(store)
     store = store_of()
     with pytest.raises(CommitUnknownError):
-        swapped(FaultyStore(store, [matching(is_put, "request")]), commit(2), seconds=0)
+        swapped(FaultyStore(store, [Fault(is_put, "request")]), commit(2), seconds=0)
     assert stored(store) == ONE
 
 
 def test_reads_are_retried() -> None:
     """Fail reads: retried under the same deadline, by the same clock."""
     clock = SleepClock()
-    faulty = FaultyStore(store_of(), [matching(verb_is("get"), "request", persistent=True)])
+    faulty = FaultyStore(store_of(), [Fault(verb_is("get"), "request", persistent=True)])
     with pytest.raises(TransientStorageError):
         swapped(faulty, commit(2), clock=clock)
     assert len(clock.sleeps) > 3

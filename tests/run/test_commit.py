@@ -29,8 +29,7 @@ from dcp_remote.run.commit import Slot, commit, read_slot
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Content, Version
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
-from dcp_remote.testing.wrappers import Fault
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.catalogs import full_pauses
 from tests.support.clocks import SleepClock
 from tests.support.faults import verb_is
@@ -92,7 +91,7 @@ def test_response_lost(replacing: bool, error: type[DcpRemoteError]) -> None:
     """Carry out the PUT and answer with any failure: the commit finds its manifest."""
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
-    faulty = FaultyStore(memory, [matching(is_put, "response", error=lambda: error("An injected answer."))])
+    faulty = FaultyStore(memory, [Fault(is_put, "response", error=lambda: error("An injected answer."))])
     run(faulty, slot)
     assert [request.verb for request in faulty.hits] == ["put"]
     assert committed_in(memory) == OURS
@@ -102,7 +101,7 @@ def test_response_lost(replacing: bool, error: type[DcpRemoteError]) -> None:
 def test_request_lost(error: type[DcpRemoteError]) -> None:
     """Lose the PUT, or refuse it while another is under way: the same PUT is sent again, after a pause."""
     memory, clock = MemoryStore(), SleepClock()
-    faults = [matching(is_put, "request", error=lambda: error("An injected answer."))] * 3
+    faults = [Fault(is_put, "request", error=lambda: error("An injected answer."))] * 3
     recording = RecordingStore(FaultyStore(memory, faults))
     run(recording, read_slot(memory), clock=clock)
     assert committed_in(memory) == OURS
@@ -116,7 +115,7 @@ def test_permission_denied(replacing: bool) -> None:
     for denied in (is_put, lambda *_: True):
         memory = store_of(replacing=replacing)
         slot = read_slot(memory)
-        fault = matching(denied, "request", persistent=True, error=lambda: PermissionDeniedError("No grant."))
+        fault = Fault(denied, "request", persistent=True, error=lambda: PermissionDeniedError("No grant."))
         recording = RecordingStore(FaultyStore(memory, [fault]))
         with pytest.raises(PermissionDeniedError):
             run(recording, slot)
@@ -129,9 +128,9 @@ def test_denied_after_an_answer_was_lost(replacing: bool) -> None:
     """Lose the first answer and deny the second PUT: unknown, since the first PUT may still arrive."""
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
-    denied = matching(is_put, "request", persistent=True, error=lambda: PermissionDeniedError("Expired."))
+    denied = Fault(is_put, "request", persistent=True, error=lambda: PermissionDeniedError("Expired."))
     with pytest.raises(CommitUnknownError):
-        run(FaultyStore(memory, [matching(is_put, "request"), denied]), slot)
+        run(FaultyStore(memory, [Fault(is_put, "request"), denied]), slot)
 
 
 @BOTH
@@ -139,8 +138,8 @@ def test_another_save_replaced_ours_before_we_looked(replacing: bool) -> None:
     """Replace the manifest before its lost answer is settled: committed, as the newer manifest's list tells."""
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
-    between = FaultyStore(memory, [Fault("request", lambda verb, *_: verb == "get" and replace_by(memory, 1))])
-    run(FaultyStore(between, [matching(is_put, "response")]), slot)
+    between = FaultyStore(memory, [Fault(lambda verb, *_: verb == "get" and replace_by(memory, 1), "request")])
+    run(FaultyStore(between, [Fault(is_put, "response")]), slot)
     assert committed_in(memory) == f"{1:032x}"
 
 
@@ -157,9 +156,9 @@ def test_so_many_replaced_ours_that_it_is_forgotten(count: int) -> None:
     memory = MemoryStore()
     slot = read_slot(memory)
     between = FaultyStore(
-        memory, [Fault("request", lambda verb, *_: verb == "get" and replace_by(memory, *range(1, count + 1)))]
+        memory, [Fault(lambda verb, *_: verb == "get" and replace_by(memory, *range(1, count + 1)), "request")]
     )
-    store = FaultyStore(between, [matching(is_put, "response")])
+    store = FaultyStore(between, [Fault(is_put, "response")])
     if count <= REPLACES_MAX:
         run(store, slot)
     else:
@@ -175,7 +174,7 @@ def test_a_long_list_that_still_tells() -> None:
     slot = read_slot(memory)
     replace_by(memory, 200, 201)
     with pytest.raises(CommitConflictError) as caught:
-        run(FaultyStore(memory, [matching(is_put, "request")]), slot)
+        run(FaultyStore(memory, [Fault(is_put, "request")]), slot)
     assert caught.value.details["committed"] == f"{201:032x}"
 
 
@@ -185,7 +184,7 @@ def test_a_tombstone(replacing: bool) -> None:
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
     memory.put(MANIFEST_KEY, [make_tombstone(THEIRS, slot.lineage)])
-    for faults in ([], [matching(is_put, "request")]):
+    for faults in ([], [Fault(is_put, "request")]):
         with pytest.raises(CommitConflictError):
             run(FaultyStore(memory, faults), slot)
     now = read_slot(memory)
@@ -213,7 +212,7 @@ def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.
         run(memory, fresh)
     # The object may have replaced this save's manifest, whose PUT had no answer: the outcome is unknown.
     with pytest.raises(CommitUnknownError):
-        run(FaultyStore(memory, [matching(is_put, "request")]), fresh)
+        run(FaultyStore(memory, [Fault(is_put, "request")]), fresh)
     run(memory, slot)
     assert committed_in(memory) == OURS
 
@@ -226,7 +225,7 @@ def test_the_manifest_was_removed() -> None:
     with pytest.raises(CommitConflictError):
         run(memory, slot)
     with pytest.raises(CommitUnknownError):
-        run(FaultyStore(memory, [matching(is_put, "request")]), slot)
+        run(FaultyStore(memory, [Fault(is_put, "request")]), slot)
     assert committed_in(memory) is None
 
 
@@ -238,8 +237,8 @@ def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
     clock = SleepClock()
-    direction = matching(is_put, "request" if lost == "request" else "response", persistent=True)
-    faulty = FaultyStore(memory, [direction, *([matching(is_get, "request", persistent=True)] * blind)])
+    direction = Fault(is_put, "request" if lost == "request" else "response", persistent=True)
+    faulty = FaultyStore(memory, [direction, *([Fault(is_get, "request", persistent=True)] * blind)])
     if lost == "response" and not blind:
         run(faulty, slot, clock=clock)
     else:
@@ -254,7 +253,7 @@ def test_persistent_failure(replacing: bool, lost: str, blind: bool) -> None:
 def test_a_store_that_does_not_do_conditional_writes() -> None:
     """Refuse every PUT although nothing changed: an error about conditional writes, long before the deadline."""
     memory = MemoryStore()
-    refuse = matching(is_put, "request", persistent=True, error=lambda: ConditionFailedError("412."))
+    refuse = Fault(is_put, "request", persistent=True, error=lambda: ConditionFailedError("412."))
     clock = SleepClock()
     with pytest.raises(StorageError, match="may not support such writes") as caught:
         run(FaultyStore(memory, [refuse]), read_slot(memory), clock=clock, seconds=1800)

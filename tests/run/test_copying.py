@@ -35,7 +35,7 @@ from dcp_remote.run.verification import verify
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from tests.support.runs import MeanwhileStore, copied, fence, live, manifest_at, named, steps, thin
 from tests.support.simulated_ranks import save_as_ranks
 
@@ -304,7 +304,7 @@ def _is_catalog(verb: str, key: str, number: int) -> bool:
 def interrupted(source: MemoryStore) -> MemoryStore:
     """Return the destination of a copy that ended before its first commit, with all shards of the checkpoint."""
     destination = MemoryStore()
-    end = matching(_is_manifest, "request", error=crash)
+    end = Fault(_is_manifest, "request", error=crash)
     with pytest.raises(PermissionDeniedError):
         copy_checkpoints(source, FaultyStore(destination, [end]))
     assert live(destination) == ()
@@ -440,7 +440,7 @@ def test_a_checkpoint_of_the_copy_is_deleted_meanwhile(source: MemoryStore) -> N
         def delete(destination: MemoryStore = destination) -> None:
             deletions = Deletions(destination)
             deletions.retire([10, 20, 30], deadline=Deadline(30), force=True)
-            deletions.delete(deadline=Deadline(30), pause_seconds=0)
+            deletions.queue.delete(deadline=Deadline(30), pause_seconds=0)
 
         meanwhile = MeanwhileStore(destination, number, delete)
         try:
@@ -487,7 +487,7 @@ def test_two_copies_at_once(source: MemoryStore) -> None:
             break
 
 
-@pytest.mark.parametrize("faults", [[], [matching(_is_catalog, "response", persistent=True)]], ids=["", "lost answers"])
+@pytest.mark.parametrize("faults", [[], [Fault(_is_catalog, "response", persistent=True)]], ids=["", "lost answers"])
 def test_a_job_fences_the_destination_meanwhile(source: MemoryStore, faults: list[Fault]) -> None:
     """Take the fence in between two requests of a copy: no more is committed than was then, and the error says so."""
     refused: list[str] = []

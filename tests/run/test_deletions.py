@@ -30,7 +30,7 @@ from dcp_remote.run.retention import Retention
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.deletion_queue import Deleted
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.catalogs import stored
 from tests.support.clocks import SleepClock
 from tests.support.faults import denied, verb_is
@@ -66,7 +66,7 @@ def applied_by(maintenance: Deletions, seconds: float = PATIENCE_SECONDS, **rule
 
 
 def delete(maintenance: Deletions, **options: Any) -> Deleted:
-    return maintenance.delete(**{"deadline": deadline()} | options)
+    return maintenance.queue.delete(**{"deadline": deadline()} | options)
 
 
 def retire(maintenance: Deletions, *steps: int, force: bool = False) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ def test_what_is_live_cannot_be_read_after_the_swap() -> None:
     """Deny reading a manifest that was committed before the swap: retired, and the shards are left to gc."""
     store = a_run(1, 2, 3)
     busy = MeanwhileStore(store, 5, lambda: save(store, 4, base=1))
-    unreadable = matching(
+    unreadable = Fault(
         lambda verb, key, number: verb == "get" and "000004" in key, "request", persistent=True, error=denied
     )
     maintenance = Deletions(FaultyStore(busy, [unreadable]))
@@ -358,7 +358,7 @@ def test_deleting_stops_when_told() -> None:
     told = iter([False, True])
     assert delete(maintenance, stop=lambda: next(told), batch=4).left == 5
     assert delete(maintenance, stop=lambda: True).left == 5
-    assert maintenance.delete(deadline=Deadline(0)).left == 5
+    assert maintenance.queue.delete(deadline=Deadline(0)).left == 5
     assert delete(maintenance).left == 0
     assert keys(store) == named(store)
 
@@ -369,7 +369,7 @@ is_delete = verb_is("delete")
 def test_what_fails_for_now_is_tried_again() -> None:
     """Fail deletions for a while: retried within the deadline, and by the next call."""
     store, clock = a_run(1, 2, 3), SleepClock()
-    faulty = FaultyStore(store, [matching(is_delete, "response"), *[matching(is_delete, "request")] * 3])
+    faulty = FaultyStore(store, [Fault(is_delete, "response"), *[Fault(is_delete, "request")] * 3])
     maintenance = ready_to_delete(faulty)
     deleted = delete(maintenance, deadline=clock.deadline(0.3))
     assert deleted.removed == 0
@@ -409,7 +409,7 @@ def test_what_fails_for_good_is_reported_and_left_to_gc() -> None:
 def test_a_job_that_may_not_delete(caplog: pytest.LogCaptureFixture, *, whole: bool) -> None:
     """Deny deletion, of the request or of each key: logged once, and all objects are left to gc and counted."""
     store = a_run(1, 2, 3)
-    refused = matching(is_delete, "request", persistent=True, error=denied)
+    refused = Fault(is_delete, "request", persistent=True, error=denied)
     denying: ObjectStore = FaultyStore(store, [refused]) if whole else KeepingStore(store, keys(store))
     recording = RecordingStore(denying)
     maintenance = ready_to_delete(recording)

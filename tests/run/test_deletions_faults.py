@@ -119,13 +119,13 @@ def commit_it(store: ObjectStore, seconds: float) -> None:
 def tidy(store: ObjectStore, seconds: float, *, retention: Retention) -> None:
     maintenance = Deletions(store)
     maintenance.apply(retention, deadline=Deadline(seconds))
-    maintenance.delete(deadline=Deadline(seconds), batch=3, pause_seconds=0)
+    maintenance.queue.delete(deadline=Deadline(seconds), batch=3, pause_seconds=0)
 
 
 def remove(store: ObjectStore, seconds: float, *, step: int) -> None:
     maintenance = Deletions(store)
     maintenance.retire([step], deadline=Deadline(seconds))
-    maintenance.delete(deadline=Deadline(seconds), batch=3, pause_seconds=0)
+    maintenance.queue.delete(deadline=Deadline(seconds), batch=3, pause_seconds=0)
 
 
 def collect(store: ObjectStore, seconds: float) -> None:

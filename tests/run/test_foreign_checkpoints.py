@@ -13,7 +13,7 @@ from dcp_remote.run.foreign_checkpoints import describe_foreign, describe_keys
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore, open_fsspec_store
 from dcp_remote.storage.base import ObjectInfo
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.faults import denied, verb_is
 from tests.support.runs import save
 
@@ -29,18 +29,13 @@ SHARD = "shards/00/rank-00000-0123456789abcdef-0000.safetensors"
         ([".metadata", "__0_0.distcp", "__1_0.distcp"], "torch's own writer lies there (.metadata, __0_0"),
         (["epoch-1/.metadata"], "torch's own writer lies there (epoch-1/.metadata)"),
         (["__0_0.distcp"], "FsspecReader for a URL"),
-        (
-            ["global_step5/mp_rank_00_model_states.pt", "latest"],
-            "DeepSpeed lies there (global_step5/mp",
-        ),
-        (["global_step5/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"], "DeepSpeed"),
-        (["config.json", "model.safetensors", "tokenizer.json"], "Hugging Face lie there (model.safetensors)"),
-        (["model-00001-of-00002.safetensors", "model.safetensors.index.json"], "from_pretrained"),
-        (["checkpoint-500/adapter_model.safetensors"], "Hugging Face lie there (checkpoint-500/adapter_model"),
-        (["weights.safetensors"], "Files of safetensors lie there (weights.safetensors)"),
+        (["global_step5/mp_rank_00_model_states.pt", "latest"], "Files of torch.save lie there (global_step5/mp"),
+        (["config.json", "model.safetensors", "tokenizer.json"], "or Hugging Face lie there (model.safetensors)"),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "from_pretrained"),
+        (["checkpoint-500/adapter_model.safetensors"], "or Hugging Face lie there (checkpoint-500/adapter_model"),
+        (["weights.safetensors"], "files of safetensors or Hugging Face lie there (weights.safetensors)"),
         (["epoch=3-step=500.ckpt"], "Files of torch.save lie there (epoch=3-step=500.ckpt)"),
-        (["step-100/state.bin", "step-200/state.bin"], "Folders of checkpoints lie there (step-100/, step-200/)"),
-        (["checkpoint-5/x"], "Folders of checkpoints"),
+        (["step-100/state.bin"], "Other objects lie there (step-100/state.bin)"),
         (["a/catalog.json", "a/manifests/x"], "A run of dcp_remote lies below this URL (a/catalog.json): pass s3://"),
         (["b/manifest.json", f"b/{SHARD}"], "by itself lies below this URL (b/manifest.json): pass s3://bucket/run/b"),
         (["web/manifest.json"], "Other objects lie there (web/manifest.json)"),
@@ -70,25 +65,11 @@ def test_ours_one_level_down() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("prefix", "says"),
-    [
-        ("run/step-001000", "if the run is at memory://parts/run, pass that URL and step=1000."),
-        ("run/checkpoint-5", "step=5."),
-        ("run/global_step7", "step=7."),
-        ("run/manifests", "The URL ends in manifests, a part of a checkpoint or run: pass memory://parts/run."),
-        ("run/shards", "pass memory://parts/run."),
-        ("run/shards/0a", "The URL ends in shards/0a, a part of a checkpoint or run: pass memory://parts/run."),
-        ("run/model.pt", "The URL ends in model.pt, the name of a file"),
-        ("run/epoch=3.ckpt", "ends in epoch=3.ckpt, the name of a file"),
-    ],
-)
-def test_urls_of_parts_of_a_run(prefix: str, says: str) -> None:
-    """Look at the URL of a part of a run, where nothing lies: the URL above is named, without a request to it."""
-    store = RecordingStore(MemoryStore("parts").child(prefix))
-    assert says in (describe_foreign(store) or "")
+def test_nothing_lies_there() -> None:
+    """Look at a URL where nothing lies: one request, and nothing to say."""
+    store = RecordingStore(MemoryStore().child("run"))
+    assert describe_foreign(store) is None
     assert store.calls == [("list", "")]
-    assert describe_foreign(MemoryStore("parts").child("run")) is None
 
 
 class _Endless(MemoryStore):
@@ -111,9 +92,9 @@ def test_a_look_is_one_page() -> None:
 
 def test_what_may_not_be_listed_is_not_mentioned() -> None:
     """Deny the listing, or fail it for good: nothing is said, and nothing raised."""
-    refused = matching(verb_is("list"), "request", persistent=True, error=denied)
+    refused = Fault(verb_is("list"), "request", persistent=True, error=denied)
     assert describe_foreign(FaultyStore(MemoryStore(), [refused])) is None
-    failing = matching(verb_is("list"), "request", persistent=True)
+    failing = Fault(verb_is("list"), "request", persistent=True)
     assert describe_foreign(FaultyStore(MemoryStore(), [failing]), retry_seconds=0.01) is None
 
 

@@ -26,7 +26,7 @@ from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.gc import Orphans, Removal, _Seen, find_orphans, remove_orphans
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support import runs
 from tests.support.catalogs import full_pauses
 from tests.support.faults import denied, verb_is
@@ -148,7 +148,7 @@ def test_orphans_that_cannot_be_deleted(put: PutOrphans) -> None:
     assert isinstance(removal.failed[held], PermissionDeniedError)
     assert sorted(info.key for info in removal.removed) == others
     assert keys(store) == before.difference(others)
-    refused = matching(verb_is("delete"), "request", persistent=True, error=denied)
+    refused = Fault(verb_is("delete"), "request", persistent=True, error=denied)
     with pytest.raises(PermissionDeniedError):
         remove_orphans(FaultyStore(store, [refused]), grace_seconds=0)
     assert keys(store) == before.difference(others)
@@ -284,13 +284,13 @@ def test_a_store_that_throttles_is_waited_for() -> None:
     store = MemoryStore()
     put_orphans(store)
     pauses: list[float] = []
-    busy = FaultyStore(store, [matching(verb_is("put"), "request") for _ in range(10)])
+    busy = FaultyStore(store, [Fault(verb_is("put"), "request") for _ in range(10)])
     with full_pauses(pauses.append):
         removal = remove_orphans(busy, grace_seconds=0)
     assert len(removal.removed) == 2
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
     put_orphans(store)
-    busy = FaultyStore(store, [matching(verb_is("put"), "request", persistent=True)])
+    busy = FaultyStore(store, [Fault(verb_is("put"), "request", persistent=True)])
     with pytest.raises(TransientStorageError):
         remove_orphans(busy, grace_seconds=0, timeout_seconds=0.2)
 

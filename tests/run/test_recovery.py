@@ -30,7 +30,7 @@ from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.recovery import FoundManifest, LeftOut, Recovered, find_recovery, rebuild_catalog, recover
 from dcp_remote.run.retention import Retention
 from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.catalogs import IDENTITIES, RUN, full_pauses, identity, stored
 from tests.support.faults import denied, verb_is
 from tests.support.runs import (
@@ -79,7 +79,7 @@ def test_the_same_checkpoints(lose: Callable[[MemoryStore], MemoryStore]) -> Non
     save(store, 3, base=2, names=("best", "new"), metrics=(("loss", 0.5),))
     maintenance = Deletions(store)
     maintenance.apply(Retention(keep_last=2, keep_optimizer_last=1), deadline=Deadline(30))
-    maintenance.delete(deadline=Deadline(30))
+    maintenance.queue.delete(deadline=Deadline(30))
     before = catalog_at(store)
     lose(store)
     objects = dict(store.space.objects)
@@ -379,7 +379,7 @@ def test_a_store_that_refuses_for_ever() -> None:
     """Refuse each PUT as if another were under way: an error of the store, and nothing is changed."""
     store = damaged(a_run(1))
     before = dict(store.space.objects)
-    refused = matching(verb_is("put"), "request", persistent=True, error=lambda: ConditionFailedError("A 412."))
+    refused = Fault(verb_is("put"), "request", persistent=True, error=lambda: ConditionFailedError("A 412."))
     with pytest.raises(StorageError, match="may not support"):
         quick(FaultyStore(store, [refused]))
     assert store.space.objects == before
@@ -388,8 +388,8 @@ def test_a_store_that_refuses_for_ever() -> None:
 def test_what_is_on_its_way_is_not_denied() -> None:
     """Lose the first answer and refuse later PUTs for good: unknown, since the first PUT may still arrive."""
     store = damaged(a_run(1))
-    refused = matching(verb_is("put"), "request", persistent=True, error=denied)
-    faulty = FaultyStore(store, [matching(verb_is("put"), "late"), refused])
+    refused = Fault(verb_is("put"), "request", persistent=True, error=denied)
+    faulty = FaultyStore(store, [Fault(verb_is("put"), "late"), refused])
     with pytest.raises(CommitUnknownError):
         quick(faulty, seconds=0.5)
     faulty.settle()

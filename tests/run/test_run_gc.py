@@ -213,7 +213,7 @@ def test_a_run_that_is_retired_as_fast_as_it_is_read() -> None:
             content = super().get(key, limit_bytes=limit_bytes)
             maintenance = Deletions(store)
             maintenance.retire([step], deadline=Deadline(30), force=True)
-            maintenance.delete(deadline=Deadline(30))
+            maintenance.queue.delete(deadline=Deadline(30))
             return content
 
     with pytest.raises(CommitConflictError, match="again and again"):

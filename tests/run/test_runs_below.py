@@ -16,7 +16,7 @@ from dcp_remote.run import lookup, runs_below
 from dcp_remote.run.lookup import find_near_runs, not_found, read_manifest
 from dcp_remote.run.runs_below import find_runs, list_runs
 from dcp_remote.storage import LocalStore, MemoryStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.faults import denied, verb_is
 from tests.support.runs import fence, save
 
@@ -77,7 +77,7 @@ def test_an_outage_is_no_problem_of_a_run() -> None:
     """Let the store fail after the listing: the error is raised, and not told of each run."""
     store = MemoryStore()
     save(store.child("run-1"), 1)
-    failing = [matching(verb_is("get"), "request", persistent=True)]
+    failing = [Fault(verb_is("get"), "request", persistent=True)]
     with pytest.raises(TransientStorageError):
         list_runs(FaultyStore(store, failing), timeout_seconds=0.2)
 
@@ -126,7 +126,7 @@ def test_a_step_in_the_url_is_told_the_run_above(tmp_path: Path) -> None:
 
 def test_without_a_grant_to_list_the_error_stays(tmp_path: Path) -> None:
     """Refuse LIST: the error names no neighbours, and each look sends one request."""
-    refused = [matching(verb_is("list"), "request", persistent=True, error=denied)]
+    refused = [Fault(verb_is("list"), "request", persistent=True, error=denied)]
     store = LocalStore(tmp_path)
     save(store.child("run-1"), 1)
     recording = RecordingStore(FaultyStore(store, refused))

@@ -405,7 +405,7 @@ def delete_step(store: MemoryStore) -> None:
 def thin_step(store: MemoryStore) -> None:
     deletions = Deletions(store)
     thin(deletions, [200], deadline=Deadline(30))
-    deletions.delete(deadline=Deadline(30), pause_seconds=0)
+    deletions.queue.delete(deadline=Deadline(30), pause_seconds=0)
 
 
 def save_step(store: MemoryStore) -> None:

@@ -19,7 +19,7 @@ from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.info import CheckpointInfo
 from dcp_remote.run.waiting import wait_for_newer, watch_run
 from dcp_remote.storage import MemoryStore, ObjectStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.clocks import SleepClock
 from tests.support.faults import denied, verb_is
 from tests.support.runs import a_run, fence, save
@@ -121,7 +121,7 @@ def test_abandoned_checkpoints_are_not_newer() -> None:
 def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     """Fail every request for ten minutes: one request a poll, a line each half minute, one at the end."""
     inner, clock = a_run(1, 2), Clock()
-    down = matching(lambda verb, key, number: 30.0 <= clock.now < 630.0, "request", persistent=True)
+    down = Fault(lambda verb, key, number: 30.0 <= clock.now < 630.0, "request", persistent=True)
     faulty = FaultyStore(inner, [down])
     store = RecordingStore(faulty)
     clock.events[300.0] = lambda: save(inner, 3)
@@ -137,7 +137,7 @@ def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     assert lines[-1].endswith("the store answers again")
     # It ends by the timeout if the store does not come back.
     clock = Clock()
-    down = matching(lambda verb, key, number: True, "request", persistent=True)
+    down = Fault(lambda verb, key, number: True, "request", persistent=True)
     assert wait(FaultyStore(a_run(1), [down]), None, clock, timeout_seconds=100.0) is None
     assert clock.now == 100.0
 
@@ -145,7 +145,7 @@ def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_refusal_is_raised() -> None:
     """Deny the catalog: an error at once, which no wait mends."""
     with pytest.raises(PermissionDeniedError):
-        wait(FaultyStore(a_run(1), [matching(verb_is("get"), "request", error=denied)]), None, Clock())
+        wait(FaultyStore(a_run(1), [Fault(verb_is("get"), "request", error=denied)]), None, Clock())
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_watch_over_a_rollback_and_an_overwrite() -> None:
 def test_a_watch_over_an_outage_and_a_lost_catalog(caplog: pytest.LogCaptureFixture) -> None:
     """Fail for ten minutes, in a wait without an end; then delete the run, and put it back: nothing is new."""
     inner, clock = a_run(1, 2), Clock()
-    down = matching(lambda verb, key, number: 30.0 <= clock.now < 630.0, "request", persistent=True)
+    down = Fault(lambda verb, key, number: 30.0 <= clock.now < 630.0, "request", persistent=True)
     clock.events[300.0] = lambda: save(inner, 3)
     watch = watch_run(FaultyStore(inner, [down]), clock=clock.deadline(0).clock)
     assert next(watch).step == 3

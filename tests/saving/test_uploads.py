@@ -24,7 +24,7 @@ from dcp_remote.common.hedging import LATE_SECONDS_MIN, SAMPLES_MIN, LatencyTrac
 from dcp_remote.errors import PermissionDeniedError, SaveFailedError, SaveTimeoutError, TransientStorageError
 from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Prepared, Uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from tests.support.threads import PATIENCE_SECONDS, HookedStore, join, one_thread, opened, workers
 
 
@@ -231,7 +231,7 @@ def test_after_finish_nothing_is_removed() -> None:
 def test_a_failed_cleanup_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Deny the clean-up: the caller gets the error of the save."""
     memory = MemoryStore()
-    denied = matching(
+    denied = Fault(
         lambda verb, key, _: verb == "delete" or key == "b",
         "request",
         persistent=True,
@@ -244,9 +244,9 @@ def test_a_failed_cleanup_is_only_logged(caplog: pytest.LogCaptureFixture) -> No
 
 def test_attempts_are_counted() -> None:
     """Lose two answers and deny the third attempt; a retry of another key does not count."""
-    lost = [matching(lambda verb, key, _: (verb, key) == ("put", "bad"), "response")] * 2
-    other = matching(lambda verb, key, _: (verb, key) == ("put", "good"), "request")
-    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    lost = [Fault(lambda verb, key, _: (verb, key) == ("put", "bad"), "response")] * 2
+    other = Fault(lambda verb, key, _: (verb, key) == ("put", "good"), "request")
+    denied = Fault(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
     with pytest.raises(SaveFailedError) as caught:
         upload(FaultyStore(MemoryStore(), [*lost, other, denied]), "good", "bad")
     assert (caught.value.details["shard"], caught.value.details["attempts"]) == ("bad", 3)
@@ -360,7 +360,7 @@ def test_puts_are_reported_and_timed() -> None:
     """Record `on_put`: key and bytes, from the worker thread; seconds and retries include what was sent again."""
     now_seconds = itertools.count()
     told: list[tuple[str, int, str]] = []
-    faults = [matching(lambda verb, key, _: (verb, key) == ("put", "k1"), "response")]
+    faults = [Fault(lambda verb, key, _: (verb, key) == ("put", "k1"), "response")]
 
     def on_put(key: str, size_bytes: int) -> None:
         told.append((key, size_bytes, threading.current_thread().name))
@@ -595,7 +595,7 @@ def test_a_deadline_that_another_thread_lets_expire(waits_in: str, monkeypatch: 
 
 def test_failed_puts_are_not_reported() -> None:
     told: list[str] = []
-    denied = matching(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
+    denied = Fault(lambda _, key, __: key == "bad", "request", error=lambda: PermissionDeniedError("No grant."))
     store = FaultyStore(MemoryStore(), [denied])
 
     def save() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import io
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.testing._internal.two_tensor import TwoTensor
 
+import dcp_remote.serialization
 from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsafeObjectError
@@ -420,3 +423,9 @@ def test_a_tensor_whose_memory_was_freed_is_refused(store: RecordingStore, plann
     assert isinstance(error, UnsafeObjectError)
     assert error.details["key"] == "x"
     assert store.count("put") == 0
+
+
+def test_a_big_endian_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "byteorder", "big")
+    with pytest.raises(ImportError, match="big-endian host"):
+        importlib.reload(dcp_remote.serialization)

@@ -38,7 +38,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, Owner, pin_entry
-from dcp_remote.format.columns import encode_bytes
+from dcp_remote.format.columns import to_base64
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import Manifest, RunInfo, TensorKind
@@ -132,7 +132,7 @@ def manifest_of(save_id: str, run: RunInfo, keys: Sequence[str], state: State) -
         "save_id": save_id,
         "run": fields | {"metrics": dict(run.metrics)},
         "shards": of["shards"] | {"keys": keys},
-        "pieces": of["pieces"] | {"digests": encode_bytes(digests)},
+        "pieces": of["pieces"] | {"digests": to_base64(digests)},
     }
     return seal(msgspec.json.encode(of | changed))
 
@@ -310,7 +310,7 @@ class Trainer:
         if self.plan.retention is not None and self.owner is not None:
             apply_retention(actor, maintenance, self.plan.retention, owner=self.owner, job=self.name)
         else:
-            record_error(actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS)))
+            record_error(actor, lambda: maintenance.queue.delete(deadline=actor.deadline(SAVE_SECONDS)))
 
     def copied(self) -> Callable[[Actor], Trainer]:
         """Return a function that continues this job in another actor, from a copy of its memory."""
@@ -511,7 +511,8 @@ def apply_retention(
     if actor.rng.random() < 0.3:
         actor.world.rest(actor)
     record_error(
-        actor, lambda: maintenance.delete(deadline=actor.deadline(SAVE_SECONDS), batch=actor.rng.choice([2, 1000]))
+        actor,
+        lambda: maintenance.queue.delete(deadline=actor.deadline(SAVE_SECONDS), batch=actor.rng.choice([2, 1000])),
     )
 
 
@@ -530,7 +531,7 @@ def _remove(actor: Actor, maintenance: Deletions) -> None:
     else:
         actor.doing = Thinning(steps)
         thin(maintenance, steps, deadline=deadline)
-    maintenance.delete(deadline=deadline)
+    maintenance.queue.delete(deadline=deadline)
 
 
 def _thin_beside_gc(actor: Actor) -> None:
@@ -547,7 +548,7 @@ def _thin(actor: Actor, step: int) -> None:
     maintenance, deadline = _maintenance(actor), actor.deadline(SAVE_SECONDS)
     actor.doing = Thinning((step,))
     thin(maintenance, [step], deadline=deadline)
-    maintenance.delete(deadline=deadline)
+    maintenance.queue.delete(deadline=deadline)
 
 
 def _maintenance(actor: Actor) -> Deletions:

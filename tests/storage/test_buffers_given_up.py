@@ -15,8 +15,8 @@ from dcp_remote.loading.downloads import Fetch, download
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.request_context import BufferLease, require_may_write, writes_nothing
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.support.clouds import FOREVER, answer_range, open_s3
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 LENGTH = 1000
 

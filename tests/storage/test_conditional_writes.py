@@ -33,11 +33,11 @@ from dcp_remote.storage import MemoryStore, ObjectStore, open_store
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
 from dcp_remote.storage.wrapper import Verb, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from dcp_remote.testing.wrappers import Lost
 from tests.support.clouds import always, error_body, open_s3, open_s3fs
 from tests.support.runs import a_run, steps
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 BOTH = frozenset({"If-None-Match", "If-Match"})
 
@@ -163,7 +163,7 @@ def test_a_store_that_does_not_answer() -> None:
     def is_put(verb: Verb, key: str, number: int) -> bool:
         return verb == "put" and fails[0]
 
-    store = FaultyStore(LaxStore(MemoryStore()), [matching(is_put, "request", persistent=True)])
+    store = FaultyStore(LaxStore(MemoryStore()), [Fault(is_put, "request", persistent=True)])
     with pytest.raises(TransientStorageError):
         probe(store, seconds=0.05)
     fails[0] = False
@@ -177,7 +177,7 @@ def test_without_a_grant_to_delete(caplog: pytest.LogCaptureFixture) -> None:
     def is_delete(verb: Verb, key: str, number: int) -> bool:
         return verb == "delete"
 
-    denied = matching(is_delete, "request", persistent=True, error=lambda: PermissionDeniedError("No."))
+    denied = Fault(is_delete, "request", persistent=True, error=lambda: PermissionDeniedError("No."))
     with caplog.at_level("INFO"):
         probe(FaultyStore(LaxStore(memory), [denied]))
     (left,) = keys(memory)

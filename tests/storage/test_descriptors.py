@@ -20,7 +20,7 @@ from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.fsspec import open_fsspec_store
 from dcp_remote.storage.outages import Outage
 from dcp_remote.storage.retrying import SHORTAGE_SECONDS, RetryingStore
-from dcp_remote.testing import FaultyStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, nth
 from dcp_remote.testing.servers import S3Server
 from tests.support.clocks import SleepClock
 from tests.support.descriptors import no_descriptors
@@ -76,7 +76,7 @@ def test_a_short_shortage_passes() -> None:
                 release()
 
         deadline = Deadline(SAVE_SECONDS, Clock(clock, sleep, lambda low, high: (low + high) / 2))
-        faulty = FaultyStore(memory, [matching(lambda verb, key, number: number <= 20, "request", persistent=True)])
+        faulty = FaultyStore(memory, [Fault(lambda verb, key, number: number <= 20, "request", persistent=True)])
         store = RetryingStore(faulty, deadline)
         assert store.head("key").size_bytes == 3
     assert len(clock.sleeps) == 20

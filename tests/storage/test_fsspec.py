@@ -41,9 +41,10 @@ from dcp_remote.storage import LocalStore, open_fsspec_store, open_store
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.fsspec_s3 import _Body
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
+from dcp_remote.testing.servers import S3Server
 from dcp_remote.testing.wrappers import RecordingStore
 from tests.support.clouds import OBJECT_HEADERS, VERBS, S3Suite, error_body, listing, open_s3fs
+from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 

@@ -33,8 +33,8 @@ from dcp_remote.errors import (
 from dcp_remote.storage import LocalStore, open_fsspec_store
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.request_context import limit_requests
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.support.clouds import VERBS, answer_range
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 RANGED = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
 

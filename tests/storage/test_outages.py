@@ -13,7 +13,7 @@ from dcp_remote.storage import MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.outages import Outage, name_speaker, outage_of
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, matching
+from dcp_remote.testing import Fault, FaultyStore
 from tests.support.clocks import SleepClock
 
 URL = "memory://outage"
@@ -36,7 +36,7 @@ def _failing_until(clock: SleepClock, seconds: float) -> ObjectStore:
     memory = MemoryStore()
     memory.put("key", [b"data"])
     began_seconds = clock.now
-    fault = matching(lambda verb, key, number: clock.now - began_seconds < seconds, "request", persistent=True)
+    fault = Fault(lambda verb, key, number: clock.now - began_seconds < seconds, "request", persistent=True)
     return FaultyStore(memory, [fault])
 
 

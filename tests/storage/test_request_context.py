@@ -10,8 +10,8 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds, rounded_up
 from dcp_remote.storage.retrying import RetryingStore
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.support.clouds import FOREVER, VERBS, is_direct, listing, open_s3, open_s3fs
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 
 @pytest.mark.parametrize("verb", sorted(set(VERBS) - {"delete"}))

@@ -21,7 +21,7 @@ from dcp_remote.errors import (
 from dcp_remote.storage import Condition, MemoryStore, ObjectInfo, ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import WrappedStore
-from dcp_remote.testing import Fault, FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from dcp_remote.testing.store_suite import StoreSuite
 from tests.support.clocks import SleepClock
 from tests.support.clouds import VERBS
@@ -44,10 +44,8 @@ class TestRetryingStore(StoreSuite):
     @pytest.fixture
     def store(self) -> ObjectStore:
         faults = [
-            matching(_third_of_others, "response", persistent=True),
-            matching(
-                lambda verb, key, number: verb in ("head", "list") and number % 5 == 0, "request", persistent=True
-            ),
+            Fault(_third_of_others, "response", persistent=True),
+            Fault(lambda verb, key, number: verb in ("head", "list") and number % 5 == 0, "request", persistent=True),
         ]
         clock = SleepClock()
         memory = MemoryStore(uuid.uuid4().hex)
@@ -115,7 +113,7 @@ def test_no_sleep_reaches_the_deadline(random: float) -> None:
         clock.now += 0.25
         return TransientStorageError("slow, and then nothing")
 
-    fault = Fault(lost="request", when=lambda verb, key, number: True, persistent=True, error=failing)
+    fault = Fault(lambda verb, key, number: True, "request", persistent=True, error=failing)
     with pytest.raises(TransientStorageError):
         _retrying(FaultyStore(MemoryStore(), [fault]), clock, seconds=30.0, random=random).head("key")
     assert max(sent) < 130.0
@@ -191,11 +189,14 @@ def test_deletes_that_fail_until_the_deadline() -> None:
 
 
 def test_a_delete_that_fails_whole_is_reported_for_every_key() -> None:
-    """Lose every delete request."""
+    """Lose every delete request; refuse one, which is not repeated."""
     faulty = FaultyStore(MemoryStore(), [nth(1, "request", persistent=True)])
     failed = _retrying(faulty, SleepClock(), seconds=TWO_ATTEMPTS_SECONDS).delete(["a", "b"])
     assert {key: error.details["key"] for key, error in failed.items()} == {"a": "a", "b": "b"}
     assert all(error.details["attempts"] == 2 for error in failed.values())
+    refusal = StorageError("No deletes here.")
+    refusing = FaultyStore(MemoryStore(), [nth(1, "request", error=lambda: refusal)])
+    assert _retrying(refusing, SleepClock()).delete(["a", "b"]) == {"a": refusal, "b": refusal}
 
 
 class _Breaking(WrappedStore):

@@ -13,8 +13,9 @@ import pytest
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, StorageError, TransientStorageError
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.request_context import limit_requests
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
+from dcp_remote.testing.servers import S3Server
 from tests.support.clouds import OBJECT_HEADERS, VERBS, answer_range, open_s3, open_s3fs
+from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 
 DATA = b"0123456789"
 

@@ -13,8 +13,8 @@ from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest
 from dcp_remote.testing.store_suite import StoreSuite
+from tests.support.scripted_server import HttpAnswer, HttpRequest
 
 CREDENTIALS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
 OBJECT_HEADERS = {"ETag": '"abc"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}

@@ -13,7 +13,7 @@ from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.run import catalog_store, conditional_put
 from dcp_remote.storage import retrying
 from dcp_remote.storage.wrapper import Verb
-from dcp_remote.testing import Fault, matching, nth
+from dcp_remote.testing import Fault, nth
 from dcp_remote.testing.wrappers import Predicate
 
 Way: TypeAlias = Literal[
@@ -81,17 +81,17 @@ def fault(way: Way, number: int, *, key: str = CATALOG_KEY) -> Fault:
         "late by one request": nth(number, "late", later_by=1),
         "late by three requests": nth(number, "late", later_by=3),
         "late by all requests": nth(number, "late"),
-        "409": matching(conditional, "request", error=refusal),
-        "412 on our own write": matching(conditional, "response", error=refusal),
-        "403 on the way back": matching(conditional, "response", error=denied),
-        "503 for a while": matching(lambda _verb, _key, now: number <= now < number + 3, "request", persistent=True),
+        "409": Fault(conditional, "request", error=refusal),
+        "412 on our own write": Fault(conditional, "response", error=refusal),
+        "403 on the way back": Fault(conditional, "response", error=denied),
+        "503 for a while": Fault(lambda _verb, _key, now: number <= now < number + 3, "request", persistent=True),
         "crash before the request": nth(number, "request", error=CrashError, persistent=True),
         "crash after the request": nth(number, "response", error=CrashError, persistent=True),
         "403": nth(number, "request", error=denied),
         "503 for ever": nth(number, "request", persistent=True),
         "responses lost for ever": nth(number, "response", persistent=True),
         "403 for ever": nth(number, "request", error=denied, persistent=True),
-        "409 for ever": matching(conditional, "request", error=refusal, persistent=True),
+        "409 for ever": Fault(conditional, "request", error=refusal, persistent=True),
     }
     return faults[way]
 

@@ -12,7 +12,7 @@ import pytest
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
-from dcp_remote.testing import FaultyStore, RecordingStore, matching, nth
+from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from dcp_remote.testing.store_suite import StoreSuite
 
 
@@ -148,9 +148,9 @@ def test_faults_by_predicate() -> None:
     faulty = FaultyStore(
         memory,
         [
-            matching(lambda verb, key, number: verb == "put" and key.startswith("shards/"), "request"),
-            matching(lambda verb, key, number: verb == "delete" and key == "b", "response", persistent=True),
-            matching(lambda verb, key, number: verb == "head", "request", error=KeyboardInterrupt),
+            Fault(lambda verb, key, number: verb == "put" and key.startswith("shards/"), "request"),
+            Fault(lambda verb, key, number: verb == "delete" and key == "b", "response", persistent=True),
+            Fault(lambda verb, key, number: verb == "head", "request", error=KeyboardInterrupt),
         ],
     )
     with pytest.raises(KeyboardInterrupt):

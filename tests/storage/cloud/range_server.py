@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, _Server
 from tests.support.clouds import answer_range
+from tests.support.scripted_server import HttpAnswer, HttpRequest, Server
 
 
 @dataclass
@@ -45,7 +45,7 @@ def range_server(
             raise ConnectionAbortedError
         return HttpAnswer(whole.status, whole.body, {**whole.headers, **(headers or {})}, cut_bytes=cut_bytes)
 
-    server = _Server(answer)
+    server = Server(answer)
     if context is not None:
         server.socket = context.wrap_socket(server.socket, server_side=True)
     found.connections = server._connections  # type: ignore[assignment]  # of sockets

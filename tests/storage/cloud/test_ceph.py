@@ -29,10 +29,10 @@ from dcp_remote.errors import (
 from dcp_remote.run import commit
 from dcp_remote.storage import ObjectStore, open_store
 from dcp_remote.storage.base import Condition
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.run.test_commit import body as manifest_body
 from tests.support.ceph import CephGateway, ceph_gateway, ceph_is_installed
 from tests.support.clouds import S3Suite
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 from tests.support.training import assert_same, full
 
 pytestmark = [

@@ -24,8 +24,8 @@ from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 from tests.support.clouds import OBJECT_HEADERS, VERBS, answer_range, error_body, listing
+from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 
 DATA = bytes(range(256))
 

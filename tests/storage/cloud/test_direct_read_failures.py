@@ -17,10 +17,10 @@ from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage.cloud.direct_reads import DirectReads
 from dcp_remote.storage.cloud.store import CloudStore
 from dcp_remote.storage.retrying import RetryingStore
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.benchmark.server.certificates import make_certificates
 from tests.storage.cloud.range_server import range_server
 from tests.support.clouds import is_direct, open_s3
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 DATA = bytes(range(256)) * 16 * KiB  # 4 MiB
 

@@ -25,11 +25,11 @@ from dcp_remote.storage.cloud.tls_stream import TlsStream
 from dcp_remote.storage.request_context import limit_requests, remaining_seconds
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.benchmark.server.server import BenchServer, bench_server
 from tests.storage.cloud.range_server import range_server
 from tests.support import clouds
 from tests.support.clouds import OBJECT_HEADERS, answer_range, open_s3
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 DATA = bytes(range(256)) * 4 * KiB  # 1 MiB
 

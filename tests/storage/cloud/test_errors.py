@@ -41,8 +41,9 @@ from dcp_remote.storage.cloud.errors import classify_error, get_safe_cause, tran
 from dcp_remote.storage.cloud.store import CLOUDS, CloudStore, open_cloud_store
 from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, scripted_server
+from dcp_remote.testing.servers import S3Server
 from tests.support.clouds import CREDENTIALS, VERBS, always, error_body, open_s3fs
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 TOKEN = "a-session-token+of/many=characters"

@@ -19,9 +19,9 @@ from dcp_remote.storage.cloud.redaction import redact
 from dcp_remote.storage.cloud.store import open_cloud_store
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, scripted_server
 from tests.support.clocks import SleepClock
 from tests.support.clouds import VERBS
+from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 TOKEN = "IQoJb3JpZ2luX2Vj//a-session+token_of/many&chars=="

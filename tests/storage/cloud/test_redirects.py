@@ -16,8 +16,8 @@ from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.fsspec import open_fsspec_store
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 from tests.support.clouds import OBJECT_HEADERS, VERBS, listing
+from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 
 STATUSES = [301, 302, 303, 307, 308]
 

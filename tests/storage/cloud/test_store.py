@@ -28,8 +28,9 @@ from dcp_remote.storage.cloud.options import parse_options
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
-from dcp_remote.testing.servers import HttpAnswer, HttpRequest, S3Server, ScriptedServer, scripted_server
+from dcp_remote.testing.servers import S3Server
 from tests.support.clouds import OBJECT_HEADERS, VERBS, S3Suite, is_direct, listing, open_s3
+from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 
 
 def open_on(server: ScriptedServer, url: str = "s3://bucket/prefix", **options: Any) -> CloudStore:

@@ -13,8 +13,8 @@ import pytest
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
 from dcp_remote.storage.cloud import throttle
 from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, UNREFUSED_REQUESTS_MAX, Throttle
-from dcp_remote.testing.servers import HttpAnswer, scripted_server
 from tests.support.clouds import always, open_s3
+from tests.support.scripted_server import HttpAnswer, scripted_server
 from tests.support.threads import opened
 
 

@@ -11,8 +11,8 @@ from dcp_remote import CheckpointManager, RemoteWriter, latest, load, plain_erro
 from dcp_remote.cli import main
 from dcp_remote.errors import CorruptCheckpointError, StorageError
 from dcp_remote.storage.cloud.errors import is_web_page
-from dcp_remote.testing.servers import HttpAnswer, ScriptedServer, scripted_server
 from tests.support.clouds import OBJECT_HEADERS
+from tests.support.scripted_server import HttpAnswer, ScriptedServer, scripted_server
 
 URL = "s3://bucket/run"
 KEYS = {"key": "testing", "secret": "a-secret-key", "region": "us-east-1"}
