@@ -71,6 +71,7 @@ def read_targets(
     deadline: Deadline | None = None,
     plan: ReadPlan | None = None,
     arrived: Arrived = _ignore,
+    latency_seconds: float = 0.0,
 ) -> None:
     """Read all targets in parallel, and verify every byte.
 
@@ -81,7 +82,7 @@ def read_targets(
 
     The store is that of the checkpoint or of its run. A plan must cover the wants of the targets; None is that of
     `plan_reads`. `arrived` is called in the caller's thread for each range that has arrived; a whole piece of several
-    ranges is verified with the last of them.
+    ranges is verified with the last of them. `latency_seconds` is that of `download`.
 
     Raises:
         CheckpointGoneError: The checkpoint was deleted, replaced or thinned while it was being read.
@@ -97,6 +98,7 @@ def read_targets(
         retry_seconds=retry_seconds,
         deadline=deadline,
         total_bytes=sum(request.length for request in plan.ranges),
+        latency_seconds=latency_seconds,
     )
     # A budget of one byte lets one range through at a time, since the other ranges of the load are still in flight.
     reread = partial(
