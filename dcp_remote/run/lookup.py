@@ -321,7 +321,7 @@ def _decode_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Ma
 
 
 def explain_missing_shard(
-    store: ObjectStore, manifest: Manifest, *, retry_seconds: float, error: StorageError | None = None
+    store: ObjectStore, manifest: Manifest, *, retry_seconds: float, error: DcpRemoteError | None = None
 ) -> CheckpointGoneError | None:
     """Make the error for a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET.
 
@@ -344,7 +344,7 @@ def explain_missing_shard(
     return gone_error(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
 
 
-def _look_again(read: Callable[[], _Seen], error: StorageError | None) -> _Seen:
+def _look_again(read: Callable[[], _Seen], error: DcpRemoteError | None) -> _Seen:
     """Read what tells whether a checkpoint is gone; if that fails after a refusal, raise the refusal.
 
     Without a grant to list, S3 refuses what is missing.
