@@ -107,6 +107,7 @@ def download(
     retry_seconds: float = RANGE_RETRY_SECONDS,
     deadline: Deadline | None = None,
     total_bytes: int | None = None,
+    latency_seconds: float = 0.0,
 ) -> Iterator[Fetched[T]]:
     """Read ranges in parallel, and yield each as it arrives; `fetches` is consumed in the caller's thread.
 
@@ -116,15 +117,16 @@ def download(
     The budget bounds the memory of all ranges in flight or yielded; a larger range is read alone. Each range is retried
     for `retry_seconds` while the store fails. The deadline is checked twice a second, since another thread may expire
     it; ranges in flight are abandoned then. `total_bytes`, of all ranges together, is told in the error.
+    `latency_seconds` is the latency of a store that has measured none itself.
     """
     cancellation = Cancellation()
     lease = BufferLease()
     buffers = _Buffers(memory_budget_bytes)
-    pool = Workers(at_a_time := downloads_in_flight(getattr(store, "latency_seconds", 0.0)), "dcp_remote-download")
+    at_a_time = downloads_in_flight(getattr(store, "latency_seconds", 0.0) or latency_seconds)
+    pool = Workers(at_a_time, "dcp_remote-download")
     running: dict[Future[Fetched[T]], Fetch[T]] = {}
     failures: dict[tuple[str, int], StorageError] = {}  # by key and first byte, of ranges that have not arrived
-    held_bytes = read_bytes = 0
-    arrived_seconds = time.monotonic()
+    held_bytes, read_bytes, arrived_seconds = 0, 0, time.monotonic()
 
     def begin(fetch: Fetch[T]) -> Future[Fetched[T]]:
         data = fetch.into if fetch.into is not None else buffers.take(fetch.length)

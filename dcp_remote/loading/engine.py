@@ -21,7 +21,7 @@ from dcp_remote.common.digests import (
     table_entries,
 )
 from dcp_remote.common.geometry import ByteRange
-from dcp_remote.errors import CorruptCheckpointError, ObjectNotFoundError
+from dcp_remote.errors import CorruptCheckpointError, ObjectNotFoundError, PermissionDeniedError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.downloads import Fetch, Fetched, download
 from dcp_remote.loading.read_plan import RangePlan, ReadPlan, Segment, Want, plan_reads
@@ -71,17 +71,18 @@ def read_targets(
     deadline: Deadline | None = None,
     plan: ReadPlan | None = None,
     arrived: Arrived = _ignore,
+    latency_seconds: float = 0.0,
 ) -> None:
     """Read all targets in parallel, and verify every byte.
 
     One GET per range of at most 8 MiB, and one per shard of which only parts of pieces are read (its block table). If
-    a shard is missing or damaged, one or two more, which tell whether the checkpoint was removed, and which are older.
-    Bytes that do not match their digest are read once more, by another way, before they are reported as damaged: one
-    GET, or one per range of a whole piece.
+    a shard is missing, refused or damaged, one or two more, which tell whether the checkpoint was removed, and which
+    are older. Bytes that do not match their digest are read once more, by another way, before they are reported as
+    damaged: one GET, or one per range of a whole piece.
 
     The store is that of the checkpoint or of its run. A plan must cover the wants of the targets; None is that of
     `plan_reads`. `arrived` is called in the caller's thread for each range that has arrived; a whole piece of several
-    ranges is verified with the last of them.
+    ranges is verified with the last of them. `latency_seconds` is that of `download`.
 
     Raises:
         CheckpointGoneError: The checkpoint was deleted, replaced or thinned while it was being read.
@@ -97,6 +98,7 @@ def read_targets(
         retry_seconds=retry_seconds,
         deadline=deadline,
         total_bytes=sum(request.length for request in plan.ranges),
+        latency_seconds=latency_seconds,
     )
     # A budget of one byte lets one range through at a time, since the other ranges of the load are still in flight.
     reread = partial(
@@ -113,10 +115,12 @@ def read_targets(
     except CorruptCheckpointError as error:
         where = {"url": store.url} | find_older_steps(store, step, retry_seconds=retry_seconds)
         raise CorruptCheckpointError(error.what, **where | error.details) from error.__cause__
-    except ObjectNotFoundError as error:
-        gone = explain_missing_shard(store, manifest, retry_seconds=retry_seconds)
+    except (ObjectNotFoundError, PermissionDeniedError) as error:
+        gone = explain_missing_shard(store, manifest, retry_seconds=retry_seconds, error=error)
         if gone is not None:
             raise gone from error
+        if isinstance(error, PermissionDeniedError):
+            raise
         raise CorruptCheckpointError(
             "A shard of the checkpoint is missing. Use another checkpoint. In a run, use one that does not reuse this "
             "shard, and save once with dedup=False, which uploads unchanged values again.",

@@ -83,7 +83,7 @@ _ERRORS_OF_ONE_CLIENT = frozenset(
 # File descriptors that a load needs at most: these connections, those to other ranks, and those of the store.
 _DESCRIPTORS_MIN = _CONNECTIONS_MAX + 64
 
-# The budget divided by this is for copies that others have not received yet; the rest is for ranges in flight.
+# The budget divided by this is for copies that others have not received yet, at most; the rest for ranges in flight.
 _KEPT_SHARE = 2
 
 # The budget divided by this is one window. Where all ranks are about as fast, a rank is at most three windows ahead of
@@ -456,7 +456,7 @@ class PeerExchange:
         self._server: PeerServer | None = None
         self._store: PeerStore | None = None
         self._owned: dict[tuple[str, int], tuple[int, int]] = {}  # number and receivers, by key and first byte
-        self._awaited_bytes = 0
+        self._owned_bytes = self._awaited_bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -484,7 +484,7 @@ class PeerExchange:
     @property
     def budget_bytes(self) -> int:
         """Limit of the memory of ranges in flight, in bytes."""
-        return self._budget_bytes - self._budget_bytes // _KEPT_SHARE if self._owned else self._budget_bytes
+        return self._budget_bytes - min(self._owned_bytes, self._budget_bytes // _KEPT_SHARE)
 
     def listen(self, manifest: Manifest, wanted: Wanted) -> Announcement:
         """Start to listen, and return the announcement for the other ranks."""
@@ -527,6 +527,7 @@ class PeerExchange:
             owner = addresses[unit.owner]
             if unit.owner == member:
                 self._owned[place] = number, len(unit.members) - 1
+                self._owned_bytes += unit.range.length
             elif member in unit.members and owner is not None:
                 awaited[place] = number, owner
                 self._awaited_bytes += unit.range.length

@@ -89,6 +89,7 @@ class _Chosen:
     entry: Entry
     manifest: bytes | None
     early_reads_in_vain: int
+    latency_seconds: float  # latency of the store, measured by the coordinator; 0 if it measures none
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class RankRestore:
             collective.set_activity(f"planning the restore of step {entry.step}")
             manifest = collective.run_in_thread(partial(self._decode, chosen))
             in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
+            latency_seconds = chosen.latency_seconds
             del chosen
             # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
             collective.gather(None, _require_no_failure)
@@ -162,7 +164,7 @@ class RankRestore:
             with exchange or nullcontext():
                 layers = make_target_layers(manifest, planned.plan, planned.planner, allow_pickle=self.allow_pickle)
                 self.progress.begin(entry.step)
-                self._read_layers(manifest, layers, exchange)
+                self._read_layers(manifest, layers, exchange, latency_seconds)
                 collective.set_activity(f"has read step {entry.step}, waiting for the others")
                 # Until then another rank may want what this rank has read.
                 collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)
@@ -233,7 +235,7 @@ class RankRestore:
                 warn_of_going_back(catalog, entry, url=store.url)
             data = expected.fetch(entry, retry_seconds=retry_seconds())
         sent = data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None
-        return _Chosen(entry, sent, early_reads_in_vain=int(expected.was_wrong))
+        return _Chosen(entry, sent, int(expected.was_wrong), store.latency_seconds)
 
     def _decode(self, chosen: _Chosen) -> Manifest:
         """Decode the manifest, which is read if the coordinator did not send it, and once more if it is damaged."""
@@ -345,7 +347,11 @@ class RankRestore:
         )
 
     def _read_layers(
-        self, manifest: Manifest, layers: Sequence[Sequence[Target]], exchange: PeerExchange | None
+        self,
+        manifest: Manifest,
+        layers: Sequence[Sequence[Target]],
+        exchange: PeerExchange | None,
+        latency_seconds: float,
     ) -> None:
         """Read the layers one after another; the first, which has nearly all, together with the other ranks."""
 
@@ -364,6 +370,7 @@ class RankRestore:
             retry_seconds=RANGE_RETRY_SECONDS,
             deadline=self.collective.deadline,
             arrived=arrived,
+            latency_seconds=latency_seconds,
         )
         later = layers
         if exchange is not None:

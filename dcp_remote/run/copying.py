@@ -31,6 +31,7 @@ from dcp_remote.errors import (
     FencedError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
@@ -357,9 +358,11 @@ class _Copier:
                     reading.get_into(shard.key, start, view[start : start + _RANGE_BYTES])
                 if shard.is_whole(view):
                     return view
-        except (ObjectNotFoundError, CorruptCheckpointError) as error:  # it is missing or too short
+        except (ObjectNotFoundError, PermissionDeniedError, CorruptCheckpointError) as error:  # missing or too short
             cause = error
-        gone = explain_missing_shard(self._source, manifest, retry_seconds=RANGE_RETRY_SECONDS)
+        gone = explain_missing_shard(self._source, manifest, retry_seconds=RANGE_RETRY_SECONDS, error=cause)
+        if gone is None and isinstance(cause, PermissionDeniedError):
+            raise cause
         raise gone or CorruptCheckpointError(
             "A shard of the source is damaged or missing, so that the checkpoint was not copied. `dcp-remote verify` "
             "says what is damaged.",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.common.hedging import is_far
@@ -28,7 +28,6 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
     StorageError,
-    TransientStorageError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
@@ -46,6 +45,8 @@ from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 from dcp_remote.storage.url import parse_url
 
 logger = logging.getLogger(__name__)
+
+_Seen = TypeVar("_Seen")
 
 # An error lists so many steps of a run, the newest, and so many names that are like the one asked for.
 _STEPS_NAMED_MAX = 10
@@ -203,29 +204,44 @@ def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE
     return decode_entry(store, entry, data, retry_seconds=retry_seconds)
 
 
-def fetch_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> bytes:
+def fetch_entry(
+    store: ObjectStore,
+    entry: Entry,
+    *,
+    retry_seconds: float = RANGE_RETRY_SECONDS,
+    read_early: Callable[[], bytes] | None = None,
+) -> bytes:
     """Read the manifest of a checkpoint of a run as it is stored, and check its digest; one GET, or three if damaged.
 
-    If the manifest is not there, the catalog is read: `CheckpointGoneError` if the checkpoint was deleted, replaced or
-    thinned since, and else `CorruptCheckpointError`.
+    If the manifest is not there, or may not be read, the catalog is read: `CheckpointGoneError` if the checkpoint was
+    deleted, replaced or thinned since, and else `CorruptCheckpointError` or the refusal. `read_early` returns the
+    manifest, or raises the error, of a GET that was sent before.
     """
     asking = RetryingStore(store, Deadline(retry_seconds))
     try:
-        return get_decoded(asking, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
+        if read_early is not None:
+            return read_early()
+        return _get_entry(asking, entry)
     except CorruptCheckpointError as error:
         older = find_older_steps(store, entry.step, retry_seconds=retry_seconds)
         details = error.details | {"url": store.url, "manifest": entry.manifest} | older
         raise CorruptCheckpointError(f"{error.what} Use another checkpoint.", **details) from error
-    except ObjectNotFoundError as error:
-        catalog = read_catalog(asking)
+    except (ObjectNotFoundError, PermissionDeniedError) as error:
+        catalog = _look_again(lambda: read_catalog(asking), error)
         if catalog is None or all(live.manifest != entry.manifest for live in catalog.entries):
             raise gone_error(catalog, save_id=entry.save_id, step=entry.step, url=store.url) from error
+        if isinstance(error, PermissionDeniedError):
+            raise
         raise CorruptCheckpointError(
             "The manifest of a checkpoint of the run is missing. Use another checkpoint.",
             url=store.url,
             step=entry.step,
             manifest=entry.manifest,
         ) from error
+
+
+def _get_entry(store: ObjectStore, entry: Entry) -> bytes:
+    return get_decoded(store, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
 
 
 @dataclass(slots=True)
@@ -238,14 +254,14 @@ class ExpectedEntry:
     was_wrong: bool = False  # whether the catalog named another manifest, so that one GET was in vain
 
     def fetch(self, entry: Entry, *, retry_seconds: float) -> bytes:
-        """Return the manifest of an entry of the catalog as `fetch_entry` does, by the early GET if that was right."""
+        """Return the manifest of an entry of the catalog as `fetch_entry` does, by the early GET if that was right.
+
+        An early GET that failed was repeated for `retry_seconds` already, and is not sent again.
+        """
         note_last(self.store, entry)
         if self.entry is not None and self.entry.manifest == entry.manifest:
-            try:
-                return self.read_early()
-            except (CorruptCheckpointError, ObjectNotFoundError, TransientStorageError) as error:
-                logger.debug("%s: the early read of the manifest failed: %s", self.store.url, error)
-        elif self.entry is not None:
+            return fetch_entry(self.store, entry, retry_seconds=retry_seconds, read_early=self.read_early)
+        if self.entry is not None:
             self.was_wrong = True
             logger.info("%s: an early read of the manifest of step %d was in vain", self.store.url, self.entry.step)
         return fetch_entry(self.store, entry, retry_seconds=retry_seconds)
@@ -260,8 +276,7 @@ def expect_entry(store: ObjectStore, step: int | str | None, *, retry_seconds: f
         return
 
     def read(clock: Clock | None) -> bytes:
-        reading = RetryingStore(store, Deadline(retry_seconds, clock))
-        return get_decoded(reading, entry.manifest, unseal, limit_bytes=STORED_BYTES_MAX)[0].data
+        return _get_entry(RetryingStore(store, Deadline(retry_seconds, clock)), entry)
 
     with begin_early(read, at_once=True) as read_early:
         yield ExpectedEntry(store, entry, read_early)
@@ -306,12 +321,15 @@ def _decode_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Ma
 
 
 def explain_missing_shard(
-    store: ObjectStore, manifest: Manifest, *, retry_seconds: float
+    store: ObjectStore, manifest: Manifest, *, retry_seconds: float, error: DcpRemoteError | None = None
 ) -> CheckpointGoneError | None:
-    """Make the error for a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET."""
+    """Make the error for a checkpoint that lacks a shard; None if it is unchanged, and so is damaged. One GET.
+
+    `error` is that of reading the shard; a refusal is raised again where nothing else can be read.
+    """
     reading = RetryingStore(store, Deadline(retry_seconds))
     if manifest.run is None:
-        head = read_slot(reading).head
+        head = _look_again(lambda: read_slot(reading), error).head
         if head is not None and head.save_id == manifest.save_id:
             return None
         return CheckpointGoneError(
@@ -319,11 +337,23 @@ def explain_missing_shard(
             url=store.url,
             save_id=manifest.save_id,
         )
-    catalog = read_catalog(reading)
+    catalog = _look_again(lambda: read_catalog(reading), error)
     entries = catalog.entries if catalog is not None else ()
     if any((entry.save_id, entry.thinned) == (manifest.save_id, manifest.run.thinned) for entry in entries):
         return None
     return gone_error(catalog, save_id=manifest.save_id, step=manifest.run.step, url=store.url)
+
+
+def _look_again(read: Callable[[], _Seen], error: DcpRemoteError | None) -> _Seen:
+    """Read what tells whether a checkpoint is gone; if that fails after a refusal, raise the refusal.
+
+    Without a grant to list, S3 refuses what is missing.
+    """
+    try:
+        return read()
+    except DcpRemoteError as unread:
+        failure = error if isinstance(error, PermissionDeniedError) else unread
+    raise failure
 
 
 def find_older_steps(store: ObjectStore, step: int | None, *, retry_seconds: float) -> dict[str, object]:
@@ -449,7 +479,7 @@ def find_near_runs(store: ObjectStore) -> list[str]:
         name = parse_url(store.url).prefix.rpartition("/")[2]  # as in keys: not encoded
         beside = RetryingStore(parent, Deadline(_NEAR_SECONDS)).list(after=name[: len(name) // 2])
         folders = [info.key.split("/") for info in itertools.islice(beside, _NEAR_KEYS)]
-        if [CATALOG_KEY] in folders and name.isdecimal():
+        if [CATALOG_KEY] in folders and name[-1:].isdecimal():  # 1000, or step-1000
             return [parent.url]
         return near_names(name, [folder for folder, *rest in folders if rest == [CATALOG_KEY]])
     except DcpRemoteError as error:

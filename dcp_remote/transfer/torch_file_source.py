@@ -35,8 +35,12 @@ _ZIP32_MAX = 2**32 - 1
 # Flag of a record whose checksum and sizes lie behind it: torch sets it for all that are not empty.
 _HAS_DESCRIPTOR = 8
 
-# Storages whose places are read, and not only computed from the directory: a GET of a block for each.
+# Places of larger storages are read, and not only computed from the directory: a GET of a block for each.
 _SMALL_BYTES_MAX = 1 * MiB
+
+# Headers that are read together, and their bytes. A header may lie in two of the 64 blocks that are kept.
+_HEADERS_AT_A_TIME = 32
+_HEADER_BYTES = 30
 
 _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
@@ -52,7 +56,7 @@ class Layout:
 
 
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
-    """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB.
+    """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB, 16 at a time.
 
     The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and know their places.
     Refused are objects that need code, tensors that torch cannot load without memory, compressed records, another byte
@@ -60,11 +64,12 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
     """
     details = {"url": reader.store.url, "file": span.file}
     try:
-        with io.BufferedReader(RangeFile(reader, span)) as stream:
+        file = RangeFile(reader, span)
+        with io.BufferedReader(file) as stream:
             found, end = _list_records(stream, span.length, details)
             stream.seek(0)
             records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
-            starts = _find_storages(records, found, end, details)
+            starts = _find_storages(records, found, end, file, details)
             program = records.get_record("data.pkl")
             record_bytes = {one.filename.partition("/")[2]: one.file_size for one in found}
 
@@ -126,7 +131,7 @@ def _list_records(stream: IO[bytes], length: int, details: Mapping[str, Any]) ->
 
 
 def _find_storages(
-    records: Any, found: Sequence[zipfile.ZipInfo], end: int, details: Mapping[str, Any]
+    records: Any, found: Sequence[zipfile.ZipInfo], end: int, file: RangeFile, details: Mapping[str, Any]
 ) -> dict[str, int]:
     """Return the first bytes of the storages in a stream, by name; of those that torch has packed."""
     order = records.get_record("byteorder") if records.has_record("byteorder") else None
@@ -145,14 +150,19 @@ def _find_storages(
         _is_packed_by_torch(records, one, after, alignment) for one, after in zip(ordered, ends, strict=True)
     )
     starts: dict[str, int] = {}
+    unread: list[tuple[str, int]] = []
     for one in ordered:
         name = one.filename.partition("/")[2]
         if not name.startswith("data/"):
             continue
         if alignment is None or one.file_size > _SMALL_BYTES_MAX:
-            starts[name] = records.get_record_offset(name)
+            unread.append((name, one.header_offset))
         elif is_torchs:
             starts[name] = records.get_record_offset_no_read(one.header_offset, name, one.file_size, alignment)
+    for first in range(0, len(unread), _HEADERS_AT_A_TIME):
+        group = unread[first : first + _HEADERS_AT_A_TIME]
+        file.prefetch(offset + at for _, offset in group for at in (0, _HEADER_BYTES - 1))
+        starts |= {name: records.get_record_offset(name) for name, _ in group}
     return starts
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,7 +221,7 @@ def test_quick_is_a_part_of_it() -> None:
 
 def test_saves_that_return_early_have_goals_in_seconds() -> None:
     """Of the same state, copied before `save` returns and later; and the CPU of a tiny one."""
-    figures = {"blocked_seconds": 0.05, "later_cpu_seconds": 0.02}
+    figures: dict[str, Any] = {"blocked_seconds": 0.05, "later_cpu_seconds": 0.02}
     rows = (
         replace(row(OURS, "background", 1.0), **figures),
         replace(row(OURS, "overlapped", 1.0), **figures),

@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dcp_remote import LoadReport, PerRank
-from dcp_remote.loading import peers
+from dcp_remote.loading import peers, read_plan
+from dcp_remote.loading.downloads import FAR_DOWNLOADS_IN_FLIGHT
 from dcp_remote.loading.peers import PeerExchange, PeerServer
 from dcp_remote.manager import rank_restore
 from dcp_remote.storage import LocalStore
+from dcp_remote.storage.base import Content
 from dcp_remote.testing import RecordingStore
 from tests.distributed.managed import Ended, State, ended, managing, sharded, warnings_kept
 from tests.support.states import equal
+from tests.support.threads import PATIENCE_SECONDS
 
 ROWS, COLUMNS = 1200, 4092
 # Parts of a read that another rank is to give are many, and none is large.
@@ -69,6 +72,23 @@ class _Noting(RecordingStore):
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         if key.startswith("shards/"):
             self.ranges.append((key, start, len(buffer)))
+        super().get_into(key, start, buffer)
+
+
+class _Far(LocalStore):
+    """Store that knows its latency after a `get`, and answers ranges of shards once 32 of them are under way."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.latency_seconds = 0.0
+        self.barrier = threading.Barrier(FAR_DOWNLOADS_IN_FLIGHT)
+
+    def get(self, key: str, *, limit_bytes: int) -> Content:
+        self.latency_seconds = 0.1
+        return super().get(key, limit_bytes=limit_bytes)
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        self.barrier.wait(PATIENCE_SECONDS)
         super().get_into(key, start, buffer)
 
 
@@ -126,6 +146,25 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
     if ending is None:
         assert equal(local(state), local(state_of(kind, filled=True)))
     return _got(store, report, ending, kept)
+
+
+def many_rows(*, filled: bool) -> State:
+    factor = 1.0 if filled else 0.0
+    return {"rows": {str(n): sharded(torch.arange(4000.0) * factor) for n in range(FAR_DOWNLOADS_IN_FLIGHT)}}
+
+
+def save_many_rows(path: Path) -> None:
+    with managing(path) as manager:
+        manager.save(1, many_rows(filled=True), wait=True)
+
+
+def restore_from_afar(path: Path) -> float:
+    """Restore 32 ranges, which wait for each other; return the latency that this rank has measured itself."""
+    state, store = many_rows(filled=False), _Far(path)
+    with _replaced(read_plan, "SEPARATE_BYTES_MIN", 1000), managing(store) as manager:
+        manager.restore(state)
+    assert equal(local(state), local(many_rows(filled=True)))
+    return store.latency_seconds
 
 
 def _got(store: _Noting, report: LoadReport | None, ending: Ended | None, kept: list[str]) -> Got:

@@ -17,7 +17,9 @@ from tests.distributed.exchanging import (
     healthy,
     restore,
     restore_by,
+    restore_from_afar,
     save,
+    save_many_rows,
 )
 from tests.support.rank_pool import RankPool, RanksFailedError
 
@@ -89,6 +91,12 @@ def test_a_large_manifest_is_read_by_all(rank_pool: RankPool, tmp_path: Path) ->
     assert [rank.ending for rank in got] == [None] * 3
     assert [rank.manifests for rank in got] == [2, 1, 1]
     assert all(rank.received_bytes for rank in got)
+
+
+def test_ranks_read_as_many_ranges_at_a_time_as_the_coordinator(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Only the coordinator has measured the latency of the store; the other rank has 32 ranges in flight as well."""
+    rank_pool.run(save_many_rows, tmp_path, ranks=PAIR)
+    assert rank_pool.run(restore_from_afar, tmp_path, ranks=PAIR) == [0.1, 0.0]
 
 
 # ---- what a site forbids

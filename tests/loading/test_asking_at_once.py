@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, load
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter, load, open_run
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, piece_digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
+    CheckpointGoneError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     PermissionDeniedError,
@@ -192,20 +193,60 @@ def test_a_wrong_guess_that_fails_is_not_waited_for(cloud: Cloud, error: type[Ex
 
 
 def test_a_manifest_that_was_read_early_is_verified(cloud: Cloud) -> None:
-    """Damage, and a manifest that is gone, are reported as without the early read."""
+    """Damage, and a manifest that is gone, are reported as without the early read, and after as many requests."""
     (manifest,) = saved_run(cloud, 1)
     load(cloud)
     data = bytearray(cloud.memory.get(manifest, limit_bytes=MiB).data)
     data[-5] ^= 1
     cloud.memory.put(manifest, [bytes(data)])
+    cloud.expect()
     with pytest.raises(CorruptCheckpointError, match="Use another checkpoint"):
         load(cloud)
+    assert documents(cloud).count(manifest) == 2
     cloud.memory.delete([manifest])
+    cloud.expect()
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         load(cloud)
+    assert documents(cloud).count(manifest) == 1
     put_catalog(cloud.memory, Catalog("5" * 32))
     with pytest.raises(CheckpointNotFoundError):
         load(cloud)
+
+
+def test_an_early_read_that_fails_is_not_begun_again(cloud: Cloud) -> None:
+    """The store fails until the time of the load has passed: all requests for the manifest are attempts of one read."""
+    (manifest,) = saved_run(cloud, 1)
+    load(cloud)
+    cloud.expect()
+
+    def answer(key: str) -> None:
+        if key == manifest:
+            raise TransientStorageError("It failed.")
+
+    cloud.answer = answer
+    with pytest.raises(TransientStorageError) as caught:
+        load(cloud, timeout_seconds=0.5)
+    assert documents(cloud).count(manifest) == caught.value.details["attempts"]
+
+
+def test_an_early_read_that_is_refused_tells_that_the_checkpoint_is_gone(cloud: Cloud) -> None:
+    """Delete the checkpoint between the answers, on a store that refuses what is missing."""
+    first, second = saved_run(cloud, 1, 2)
+    load(cloud)
+    catalogs: list[str] = []
+
+    def answer(key: str) -> None:
+        if key == CATALOG_KEY:
+            catalogs.append(key)
+            if len(catalogs) == 2:
+                open_run(cloud.memory).delete(2, force=True)
+        if key == second:
+            raise PermissionDeniedError("A store without a grant to list says so of what is missing.")
+
+    cloud.answer = answer
+    with pytest.raises(CheckpointGoneError):
+        load(cloud)
+    assert first != second
 
 
 def test_a_checkpoint_by_itself_does_not_wait_for_the_catalog(cloud: Cloud) -> None:

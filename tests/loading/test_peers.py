@@ -333,6 +333,22 @@ def test_hosts_read_for_themselves_if_a_rank_has_no_port(without_port: bool) -> 
         assert [exchange.budget_bytes < MiB for exchange in exchanges] == [True, not without_port, True]
 
 
+def test_what_a_rank_cannot_keep_is_left_to_its_reads() -> None:
+    """A rank that reads 4 KiB for others keeps 4 KiB at most, so that the rest of the budget is for its reads."""
+    kind, size = TensorKind("uint8"), 4096
+    manifest = build([Layout("w", kind, (size,), (Box((0,), (size,)),), ((size,),))])
+    wanted = wanted_blocks(manifest, [Want(0, 1, None)])
+    with contextlib.ExitStack() as opened:
+        exchanges = [
+            opened.enter_context(PeerExchange(rank, HERE, memory_budget_bytes=MiB, is_over=lambda: False))
+            for rank in range(2)
+        ]
+        (cohort,), _ = cohorts_of([exchange.listen(manifest, wanted) for exchange in exchanges])
+        for exchange in exchanges:
+            exchange.begin(MemoryStore(), manifest, wanted, cohort)
+        assert sorted(exchange.budget_bytes for exchange in exchanges) == [MiB - size, MiB]
+
+
 def test_a_load_that_failed_waits_for_no_server(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from dcp_remote.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     InvalidArgumentError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     StorageError,
 )
@@ -179,22 +180,32 @@ def test_only_loading_imports_torch(tmp_path: Path) -> None:
 
 
 class Meanwhile(WrappedStore):
-    """Store in which another process acts once, before the first request whose key begins so."""
+    """Store in which another process acts once, before the first request whose key begins so.
 
-    def __init__(self, store: ObjectStore, prefix: str, act: Callable[[], object]) -> None:
+    With `denies`, the store refuses what is missing, as S3 does without a grant to list.
+    """
+
+    def __init__(self, store: ObjectStore, prefix: str, act: Callable[[], object], *, denies: bool = False) -> None:
         super().__init__(store)
         self._before, self._acts, self._lock = prefix, [act], threading.Lock()
+        self._denies = denies
 
     def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
         # Other requests wait, since a load sends several at once.
         with self._lock:
             if request.key.startswith(self._before) and self._acts:
                 self._acts.pop()()
-        return send()
+        try:
+            return send()
+        except ObjectNotFoundError as error:
+            if self._denies and request.key.startswith(("manifests/", "shards/")):
+                raise PermissionDeniedError("The store refused.", key=request.key) from error
+            raise
 
 
+@pytest.mark.parametrize("denies", [False, True], ids=["missing", "refused"])
 @pytest.mark.parametrize("between", ["manifests/", "shards/"], ids=["catalog and manifest", "manifest and shards"])
-def test_what_is_read_and_goes_names_the_next(between: str) -> None:
+def test_what_is_read_and_goes_names_the_next(between: str, denies: bool) -> None:
     """Delete a checkpoint in the middle of a load, by every way of loading: the error names the steps to read."""
 
     def restore(store: ObjectStore) -> object:
@@ -210,13 +221,34 @@ def test_what_is_read_and_goes_names_the_next(between: str) -> None:
     for way in ways:
         inner = MemoryStore()
         trained(inner, 1, 2, 4, 8)
-        store = Meanwhile(inner, between, partial(open_run(inner).delete, 2))
+        store = Meanwhile(inner, between, partial(open_run(inner).delete, 2), denies=denies)
         with pytest.raises(CheckpointGoneError) as caught:
             way(store)
         error = caught.value
         assert isinstance(error, CheckpointNotFoundError)
         assert "retired (deleted) while it was being read. Load another one, or step 4." in str(error)
         assert (error.details["step"], error.details["next"], error.details["newest"]) == (2, 4, 8)
+
+
+@pytest.mark.parametrize("is_catalog_refused", [False, True])
+@pytest.mark.parametrize("refused", ["manifests/", "shards/"])
+def test_a_refusal_of_what_is_there_is_raised(refused: str, is_catalog_refused: bool) -> None:
+    """Refuse manifest or shards of a checkpoint that is live, and then perhaps the catalog: the first error stays."""
+    store = MemoryStore()
+    trained(store, 1)
+    refusing = {refused}
+
+    class Refusing(WrappedStore):
+        def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+            if request.key.startswith(tuple(refusing)):
+                if is_catalog_refused:
+                    refusing.add("catalog")
+                raise PermissionDeniedError("The store refused.", key=request.key)
+            return send()
+
+    with pytest.raises(PermissionDeniedError) as caught:
+        load(Refusing(store), step=1)
+    assert str(caught.value.details["key"]).startswith(refused)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Event, Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from dcp_remote.errors import (
     CorruptCheckpointError,
     FencedError,
     InvalidArgumentError,
+    ObjectNotFoundError,
     PermissionDeniedError,
 )
 from dcp_remote.format.catalog import CATALOG_KEY, BeginAgainError, Entry, mark_entries
@@ -34,10 +35,12 @@ from dcp_remote.run.labels import set_pin
 from dcp_remote.run.verification import verify
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
-from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.storage.wrapper import Request, WrappedStore
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from tests.support.runs import MeanwhileStore, copied, fence, live, manifest_at, named, steps, thin
 from tests.support.simulated_ranks import save_as_ranks
+
+_Answer = TypeVar("_Answer")
 
 FROZEN = torch.arange(300_000, dtype=torch.float32)  # a shard with a block table, of which no other entry has a part
 
@@ -592,7 +595,20 @@ def test_other_pieces_of_a_shard_that_was_copied_are_verified() -> None:
     assert bool((load(destination, step=10)["b"] == b).all())
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile(source: MemoryStore) -> None:
+class Denying(WrappedStore):
+    """Store that refuses manifests and shards that are missing, as S3 does without a grant to list."""
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        try:
+            return send()
+        except ObjectNotFoundError as error:
+            if request.key.startswith(("manifests/", "shards/")):
+                raise PermissionDeniedError("The store refused.", key=request.key) from error
+            raise
+
+
+@pytest.mark.parametrize("wrap", [WrappedStore, Denying], ids=["missing", "refused"])
+def test_a_checkpoint_that_is_deleted_meanwhile(wrap: type[WrappedStore], source: MemoryStore) -> None:
     """Delete a checkpoint of the source in between two requests: it is left out, and the others are copied."""
     gone = 0
     for number in itertools.count(1):
@@ -603,7 +619,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile(source: MemoryStore) -> None:
                 manager.run.delete(20)
 
         meanwhile = MeanwhileStore(store, number, delete)
-        report = copy_checkpoints(meanwhile, destination)
+        report = copy_checkpoints(wrap(meanwhile), destination)
         gone += report.gone == [20]
         assert_whole(destination)
         assert {10, 30} <= set(steps(destination))

@@ -221,7 +221,7 @@ def looking_once() -> Callable[..., gc._Seen | None]:
     return live
 
 
-def no_second_look(store: ObjectStore, entry: Entry, *, retry_seconds: float) -> bytes:
+def no_second_look(store: ObjectStore, entry: Entry, *, retry_seconds: float, read_early: object = None) -> bytes:
     """Let a reader take a checkpoint for damaged when an object is missing at its first look."""
     reading = RetryingStore(store, Deadline(retry_seconds))
     try:

@@ -20,6 +20,10 @@ from dcp_remote import CheckpointManager, export_checkpoint, import_checkpoint, 
 from dcp_remote.cli.main import main
 from dcp_remote.storage import LocalStore
 from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.transfer.ranges import FileRange, RangeReader
+from dcp_remote.transfer.torch_file_source import load_layout
+from tests.support.threads import PATIENCE_SECONDS
 
 PACKAGE = str(Path(dcp_remote.__file__).parent)
 
@@ -112,6 +116,31 @@ def test_no_step_is_quadratic(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     growth = {name: (third - second) / (second - first) for name, (first, second, third) in calls.items()}
     assert {name: ratio for name, ratio in growth.items() if not ratio < 2.5} == {}, calls
+
+
+class Together(WrappedStore):
+    """Store that answers blocks of 64 KiB between its first and its last MiB once 15 of them are under way."""
+
+    def __init__(self, store: LocalStore, *, size_bytes: int) -> None:
+        super().__init__(store)
+        self.between = range(64 * 2**10, size_bytes - 2**20)
+        self.barrier, self.blocks = threading.Barrier(15), list[int]()
+
+    def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+        if len(buffer) == 64 * 2**10 and start in self.between:
+            self.blocks.append(start)
+            self.barrier.wait(PATIENCE_SECONDS)
+        super().get_into(key, start, buffer)
+
+
+def test_places_of_large_storages_are_read_many_at_a_time(tmp_path: Path) -> None:
+    """Each place costs a GET of a block, but that of the first, which is in the block of the pickle."""
+    torch.save({str(n): torch.zeros(2**18 + 100) for n in range(16)}, tmp_path / "a.pt")
+    size_bytes = (tmp_path / "a.pt").stat().st_size
+    store = Together(LocalStore(tmp_path), size_bytes=size_bytes)
+    layout = load_layout(RangeReader(store, store.list(), retry_seconds=1), FileRange("a.pt", 0, size_bytes))
+    assert list(layout.sizes.values()) == [2**20 + 400] * 16
+    assert len(store.blocks) == 15
 
 
 def test_neighbors_are_read_together(tmp_path: Path) -> None:

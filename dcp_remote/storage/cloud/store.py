@@ -16,6 +16,7 @@ import obstore
 from obstore.exceptions import GenericError
 
 from dcp_remote.common.arrays import Buffer
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
     ConditionFailedError,
     DcpRemoteError,
@@ -69,6 +70,10 @@ _DELETE_KEYS_MAX = 1000
 
 # When this many keys, sampled across a batch, are all denied, the rest of the batch is reported as denied unasked.
 _DENIED_SAMPLE_KEYS = 4
+
+# Size for which the client of each whole object is chosen, so that a manifest comes over the connection of the catalog
+# before. A silent server is noticed all the same, by the limit of silence.
+_DOCUMENT_BYTES = 256 * MiB
 
 # Keys per page of a listing, for all three clouds.
 _LIST_PAGE_KEYS = 1000
@@ -154,7 +159,8 @@ class CloudStore(PlacedStore):
         path = self._place.key(key)
 
         def request() -> Content:
-            client, began_seconds = self._clients.get(download=True, size_bytes=limit_bytes), time.monotonic()
+            client = self._clients.get(download=True, size_bytes=max(limit_bytes, _DOCUMENT_BYTES))
+            began_seconds = time.monotonic()
             result = obstore.get(client, path)
             self._bucket.latency_seconds = time.monotonic() - began_seconds
             size_bytes = result.meta["size"]

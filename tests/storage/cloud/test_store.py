@@ -151,17 +151,34 @@ def test_a_stalled_request_ends(verb: str) -> None:
             VERBS[verb](open_s3(server.endpoint_url, timeouts=timeouts))
 
 
-def test_a_silent_download_ends_before_its_time_limit() -> None:
-    """Send only headers, with an hour for the request and a tenth of a second for silence: the read ends."""
+@pytest.mark.parametrize("silent", [False, True], ids=["headers", "nothing"])
+def test_a_silent_download_ends_before_its_time_limit(silent: bool) -> None:
+    """Send only headers or nothing, with an hour for the request and a tenth of a second for silence: the read ends."""
     headers = {**OBJECT_HEADERS, "Content-Length": "10"}
 
     def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(200, b"", headers) if "X-Amz-Signature" not in request.path else HttpAnswer(404)
+        is_diagnosis = "X-Amz-Signature" in request.path
+        return HttpAnswer(404) if is_diagnosis else HttpAnswer(200, b"", headers, silent=silent)
 
     with scripted_server(answer) as server:
         store = open_s3(server.endpoint_url, timeouts=Timeouts(floor_seconds=3600, silence_seconds=0.1))
         with pytest.raises(TransientStorageError):
             store.get("key", limit_bytes=10)
+
+
+def test_documents_come_over_one_connection() -> None:
+    """Read objects of different limits, as of catalog and manifest: the server has one connection, and one thread."""
+    serving: set[threading.Thread] = set()
+
+    def answer(_request: HttpRequest) -> HttpAnswer:
+        serving.add(threading.current_thread())
+        return HttpAnswer(200, b"data", OBJECT_HEADERS)
+
+    with scripted_server(answer) as server:
+        store = open_s3(server.endpoint_url)
+        for limit_bytes in (1000, 64 * 2**20, 256 * 2**20):
+            store.get("key", limit_bytes=limit_bytes)
+        assert len(serving) == 1
 
 
 def test_timeouts_grow_with_the_size() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise, repeat
 
 import pytest
 
 from dcp_remote.errors import ObjectNotFoundError, TransientStorageError
 from dcp_remote.storage.cloud import throttle
-from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, UNREFUSED_REQUESTS_MAX, Throttle
+from dcp_remote.storage.cloud.throttle import REQUESTS_MAX, SHARE_MIN, Throttle
 from tests.support.clouds import always, open_s3
 from tests.support.scripted_server import HttpAnswer, scripted_server
 from tests.support.threads import opened
@@ -40,22 +42,38 @@ class Host:
         """Send to a store that accepts `taken(sent)` per tenth of a second; return how many were sent and refused."""
         sent_in_all = refused_in_all = 0
         for _ in range(round(seconds * 10)):
-            sent = [max(1, round(one.share * REQUESTS_MAX)) for one in self.throttles]
+            sent = [limit_of(one) for one in self.throttles]
             refused = sum(sent) - taken(sum(sent))
             sent_in_all += sum(sent)
             refused_in_all += refused
             # Spread the refusals evenly, as a load balancer does.
-            position = 0
+            numbers = range(1, sum(sent) + 1)
+            answers = iter([n * refused // sum(sent) > (n - 1) * refused // sum(sent) for n in numbers])
             for one, count in zip(self.throttles, sent, strict=True):
-                for _ in range(count):
-                    before = position * refused // sum(sent)
-                    position += 1
-                    one.record_answer(refused=position * refused // sum(sent) > before)
+                send_together(one, count, answers)
             self.clock.seconds += 0.1
         return sent_in_all, refused_in_all
 
     def share(self) -> float:
         return self.throttles[0].share
+
+
+def limit_of(one: Throttle) -> int:
+    return math.ceil(one.share * REQUESTS_MAX)
+
+
+def send_together(one: Throttle, count: int, answers: Iterator[bool]) -> None:
+    """Have so many requests in flight, one within the other; the last is answered first. An answer tells of refusal."""
+    if not count:
+        return
+
+    def request() -> None:
+        send_together(one, count - 1, answers)
+        if next(answers):
+            raise ConnectionResetError
+
+    with suppress(ConnectionResetError):
+        one.send(request)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8, 64])
@@ -70,12 +88,39 @@ def test_the_rate_adapts_to_the_capacity(processes: int) -> None:
 
 
 def test_the_share_recovers() -> None:
-    """Refuse everything and then nothing: the share grows from the smallest to full in half a minute."""
+    """Refuse everything and then nothing: the share grows from the smallest to full in 40 s, by a tenth a second."""
     host = Host(4)
     host.offer(seconds=20, taken=lambda _: 0)
     assert host.share() == SHARE_MIN
-    host.offer(seconds=35, taken=lambda sent: sent)
+    limits = [limit_of(host.throttles[0])]
+    for _ in range(45):
+        host.offer(seconds=1, taken=lambda sent: sent)
+        limits.append(limit_of(host.throttles[0]))
     assert host.share() == 1
+    assert all(after <= 1.1 * before + 1 for before, after in pairwise(limits)), limits
+
+
+@pytest.mark.parametrize(("in_flight", "capacity"), [(32, 4), (32, 16), (32, 24), (16, 4), (16, 8)])
+def test_one_step_reaches_the_capacity(in_flight: int, capacity: int) -> None:
+    """Send more than a store takes at a time, for an interval: the limit is then what the store takes."""
+    clock, refused = Clock(), in_flight - capacity
+    one = Throttle(clock)
+    send_together(one, 8, repeat(False))
+
+    def answers() -> Iterator[bool]:
+        for number in range(in_flight):
+            clock.seconds += number == in_flight - 1
+            yield number < refused
+
+    send_together(one, in_flight, answers())
+    assert limit_of(one) == capacity
+
+
+def test_requests_under_way_are_not_refused() -> None:
+    """Let the first eight answers be refusals, which come soonest: 24 of 32 requests are still under way."""
+    one = Throttle(Clock())
+    send_together(one, 32, iter([True] * 8 + [False] * 24))
+    assert limit_of(one) == 24
 
 
 def test_a_few_refusals_are_no_overload() -> None:
@@ -137,14 +182,14 @@ def test_an_answer_is_no_refusal() -> None:
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_a_store_that_refuses_nothing_gets_more(is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count requests that are under way together: 32 at a full share, and a share of 16 once some were refused."""
+    """Count requests that are under way together: 32 at a full share, and fewer once some were refused."""
     monkeypatch.setattr(throttle, "WAIT_SECONDS_MAX", 60.0)
     host = Host(1)
     if is_refused:
         host.offer(seconds=3, taken=lambda sent: sent - sent // 4)
     (one,) = host.throttles
-    at_most = math.ceil(one.share * REQUESTS_MAX) if is_refused else UNREFUSED_REQUESTS_MAX
-    assert at_most < REQUESTS_MAX or not is_refused
+    at_most = limit_of(one)
+    assert at_most < REQUESTS_MAX if is_refused else at_most == 32
     running: list[int] = []
     enough, gate = threading.Event(), threading.Event()
 
