@@ -479,7 +479,7 @@ def find_near_runs(store: ObjectStore) -> list[str]:
         name = parse_url(store.url).prefix.rpartition("/")[2]  # as in keys: not encoded
         beside = RetryingStore(parent, Deadline(_NEAR_SECONDS)).list(after=name[: len(name) // 2])
         folders = [info.key.split("/") for info in itertools.islice(beside, _NEAR_KEYS)]
-        if [CATALOG_KEY] in folders and name[-1:].isdecimal():  # 1000, or step-1000
+        if [CATALOG_KEY] in folders and name.isdecimal():
             return [parent.url]
         return near_names(name, [folder for folder, *rest in folders if rest == [CATALOG_KEY]])
     except DcpRemoteError as error:
