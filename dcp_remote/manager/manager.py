@@ -257,7 +257,7 @@ class CheckpointManager:
         if coordinator is not None:
             self._telemetry.observe(self._store, coordinator.background_deletions, lambda: self.skipped_saves)
         self._background_saves = BackgroundSaves(
-            self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
+            self._store.url, self._preemption, lambda: self._store.requests_under_way > 0, on_error=on_error
         )
         self._first_save = FirstSave(self._store.url)
         self._last_load: LoadReport | None = None
@@ -785,13 +785,8 @@ class CheckpointManager:
 
     def _gives_up(self, background_save: BackgroundSave, error: BaseException, step: int, *, wait: object) -> bool:
         """Give up a save whose call raises; return whether the job goes on, since not the call has failed."""
-        passes, told = False, error
-        if background_save.has_raised(error):
-            passes = wait is not True and self._lets_pass(error, step)
-        elif self._on_error == "warn" and (may_pass(error) or not isinstance(error, DcpRemoteError)):
-            # The training of this rank ends by its own error, and so must that of the others.
-            told = InvalidArgumentError("The call of `save` raised an error on one rank.", cause=error)
-        self._background_saves.abandon(background_save, told)
+        passes = background_save.has_raised(error) and wait is not True and self._lets_pass(error, step)
+        self._background_saves.abandon(background_save, error)
         self._stager.cancel()
         return passes
 

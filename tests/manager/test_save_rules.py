@@ -382,6 +382,35 @@ def test_a_rank_that_ends_in_its_call_ends_all() -> None:
         assert [type(one.error) for one in ended] == [InvalidArgumentError, SystemExit, InvalidArgumentError]
 
 
+@pytest.mark.parametrize(("on_error", "kind"), [("warn", InvalidArgumentError), ("raise", SaveFailedError)])
+@pytest.mark.parametrize("call", ["save", "close"])
+def test_ctrl_c_on_one_rank_ends_all(
+    call: str, on_error: str, kind: type[DcpRemoteError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a save that is under way, or twice in `close`: the others raise the cause, and commit nothing."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def train(rank: int, manager: CheckpointManager) -> None:
+        if rank == 1 and call == "save":
+            monkeypatch.setattr(manager._background_saves, "wait_until_begun", interrupted)
+        manager.save(1, state_of(rank, 1), wait="begun")
+        if rank == 1:
+            monkeypatch.setattr(manager._background_saves, "wait", interrupted)
+            manager.close()
+        manager.wait()
+
+    gate = Gate()
+    with managers(gate, 3, on_error=on_error) as threads:
+        ended = threads.run(train)
+        gate.gate.set()
+        assert [type(one.error) for one in ended] == [kind, KeyboardInterrupt, kind]
+        assert all("KeyboardInterrupt" in str(one.error) and "rank=1" in str(one.error) for one in ended[::2])
+        assert [manager.failed_saves for manager in threads.managers] == [0] * 3
+        assert threads.managers[0].run.steps() == []
+
+
 def test_a_rank_that_does_not_come_may_pass() -> None:
     """The others go on, also where the state is a function, whose call waits for all ranks."""
     with manager_threads(3, MemoryStore(), on_error="warn", arrival_seconds=0.5) as threads:
