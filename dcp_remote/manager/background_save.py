@@ -211,7 +211,8 @@ class BackgroundSave:
             return  # given up before the thread began
         try:
             self._save()
-        finally:
+        finally:  # also after an error in a handler of the log: the operation was left, so no deadline ends a wait
+            self._settle()
             self._ended.set()
 
     def _save(self) -> None:
@@ -222,11 +223,11 @@ class BackgroundSave:
         try:
             self._report = self._saved()
         except BaseException as error:  # noqa: BLE001  # raised by `result`
+            is_first, self._error = self._error is None, self._error or error
             # An interval may be hours long, and the error is raised only at its end.
-            if self._error is None and self._ranks.is_coordinator and not self._is_awaited:
+            if is_first and self._ranks.is_coordinator and not self._is_awaited:
                 text = '%s has failed; the next save, wait or close raises this error (logs it if on_error="warn"): %s'
                 logger.error(text, self.what, error)  # noqa: TRY400  # its traceback comes when it is raised
-            self._error = self._error or error
             operation.fail(error)
         else:
             # A report covers all ranks: only the coordinator's telemetry records it.
@@ -235,7 +236,6 @@ class BackgroundSave:
             self._task.late.cancel()
         # Frees the copy of the state, because the next save makes another.
         del self._task
-        self._settle()
 
 
 class BackgroundSaves:
