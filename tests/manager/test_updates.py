@@ -285,8 +285,12 @@ def test_a_change_that_comes_too_early_is_noticed(
         change(model, optimizer)
         changed.set()
         held_back.release.set()
-        with pytest.raises(SaveFailedError, match=r"before_update\(\).*tensor='(model\.2\.|model\.0\.|optim\.)"):
+        with pytest.raises(
+            SaveFailedError, match=r"before_update\(\).*tensor='(model\.2\.|model\.0\.|optim\.)"
+        ) as raised:
             checkpoints.wait()
+        raised.value.reword({})  # as for a user of a framework, who has no such methods
+        assert "committed. tensor=" in str(raised.value)
         assert not checkpoints.run.checkpoints()
         expected = clones(model, optimizer)
         checkpoints.save(2, {"model": model, "optim": optimizer})
