@@ -620,7 +620,8 @@ class CheckpointManager:
 
         Called by every rank after every step, with the same steps; the answer is the same on all ranks. False for the
         step that was saved or restored last, so that a step is saved once however often it is asked about; once the
-        error of its save was raised, the step counts as not saved.
+        error of its save was raised, the step counts as not saved. With `on_error="warn"`, call this once a step: ranks
+        hear of a failure at different moments.
 
             while step < last and not checkpoints.should_stop:
                 ...
@@ -778,9 +779,9 @@ class CheckpointManager:
             if each is not None:
                 each.__traceback__ = None  # whose frames hold the state
         self.failed_saves, self._passed = self.failed_saves + 1, (error, self.last_save)
-        if self._ranks.is_coordinator:
-            text = "%s: training goes on without step %s, whose save has failed; failed_saves=%d: %s"
-            logger.warning(text, self._store.url, step, self.failed_saves, error)
+        text = "%s: training goes on without step %s, whose save has failed; failed_saves=%d: %s"
+        level = logging.WARNING if self._ranks.is_coordinator else logging.INFO
+        logger.log(level, text, self._store.url, step, self.failed_saves, error)
         return True
 
     def _gives_up(self, background_save: BackgroundSave, error: BaseException, step: int, *, wait: object) -> bool:
