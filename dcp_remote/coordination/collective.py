@@ -290,19 +290,13 @@ class Collective:
             outcome.end(outcome.terms.timed_out(message, rank=0))
         outcome.enter_commit()
 
-    def abort(self, why: str) -> bool:
-        """Cancel the operation from another thread, and tell the other ranks.
-
-        Args:
-            why: What happened to this rank, in the past tense: "was interrupted".
+    def abort(self, error: BaseException) -> bool:
+        """Cancel the operation from another thread, and tell the other ranks, as if its block had raised this error.
 
         Returns:
             Whether the operation is cancelled; False in the commit phase, or if this rank has left.
         """
-        rank = self._member.rank
-        self._outcome.end(
-            self.failed(f"Rank {self._outcome.name_rank(rank)} {why}; {self.what} was given up.", rank=rank)
-        )
+        self._outcome.end(self._outcome.error_for_others(error))
         return self._outcome.error is not None
 
     def check_time_and_store(self) -> None:

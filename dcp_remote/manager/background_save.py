@@ -177,7 +177,7 @@ class BackgroundSave:
             self._ranks.abandon(self._collective, error)
             self._ended.set()
             return False
-        if not self._settled.is_set() and self._collective.abort("was interrupted"):
+        if not self._settled.is_set() and self._collective.abort(error):
             self._error = self._collective.cancelled
             self._settle()
         return True
@@ -211,7 +211,8 @@ class BackgroundSave:
             return  # given up before the thread began
         try:
             self._save()
-        finally:
+        finally:  # also after an error in a handler of the log: the operation was left, so no deadline ends a wait
+            self._settle()
             self._ended.set()
 
     def _save(self) -> None:
@@ -222,11 +223,11 @@ class BackgroundSave:
         try:
             self._report = self._saved()
         except BaseException as error:  # noqa: BLE001  # raised by `result`
+            is_first, self._error = self._error is None, self._error or error
             # An interval may be hours long, and the error is raised only at its end.
-            if self._error is None and self._ranks.is_coordinator and not self._is_awaited:
+            if is_first and self._ranks.is_coordinator and not self._is_awaited:
                 text = '%s has failed; the next save, wait or close raises this error (logs it if on_error="warn"): %s'
                 logger.error(text, self.what, error)  # noqa: TRY400  # its traceback comes when it is raised
-            self._error = self._error or error
             operation.fail(error)
         else:
             # A report covers all ranks: only the coordinator's telemetry records it.
@@ -235,17 +236,19 @@ class BackgroundSave:
             self._task.late.cancel()
         # Frees the copy of the state, because the next save makes another.
         del self._task
-        self._settle()
 
 
 class BackgroundSaves:
     """Saves of one rank, one after another."""
 
-    def __init__(self, url: str, preemption: Preemption, is_requesting: Callable[[], bool]) -> None:
+    def __init__(
+        self, url: str, preemption: Preemption, is_requesting: Callable[[], bool], *, on_error: OnError
+    ) -> None:
         """Begin without a save. `is_requesting` returns whether a request to the store is under way."""
         self._url = url
         self._preemption = preemption
         self._is_requesting = is_requesting
+        self._on_error = on_error
         self._under_way: BackgroundSave | None = None  # until `wait` has given its result
         self.report: SaveReport | None = None  # of the last save that was committed and waited for
         self.newest: BackgroundSave | None = None  # last save that was begun; it may be deleting old checkpoints
@@ -268,7 +271,11 @@ class BackgroundSaves:
         self.newest = background_save
 
     def abandon(self, background_save: BackgroundSave, error: BaseException) -> None:
-        """Give a save up, because the calling `save` raises; a save whose commit has begun goes on."""
+        """Give a save up, because the calling `save` or `close` raises; a save whose commit has begun goes on."""
+        is_own = not background_save.has_raised(error)
+        if is_own and self._on_error == "warn" and (may_pass(error) or not isinstance(error, DcpRemoteError)):
+            # The training of this rank ends by its own error, and so must that of the others.
+            error = InvalidArgumentError("The call of `save` or `close` raised an error on one rank.", cause=error)
         if background_save.abandon(error):
             self.newest = background_save
         if self._under_way is background_save and background_save.is_settled:
@@ -344,7 +351,7 @@ class BackgroundSaves:
                 self.wait()
             except KeyboardInterrupt as interrupt:
                 if is_interrupted:
-                    background_save.abandon(interrupt)
+                    self.abandon(background_save, interrupt)
                     raise
                 error = interrupt
 

@@ -257,7 +257,7 @@ class CheckpointManager:
         if coordinator is not None:
             self._telemetry.observe(self._store, coordinator.background_deletions, lambda: self.skipped_saves)
         self._background_saves = BackgroundSaves(
-            self._store.url, self._preemption, lambda: self._store.requests_under_way > 0
+            self._store.url, self._preemption, lambda: self._store.requests_under_way > 0, on_error=on_error
         )
         self._first_save = FirstSave(self._store.url)
         self._last_load: LoadReport | None = None
@@ -620,7 +620,8 @@ class CheckpointManager:
 
         Called by every rank after every step, with the same steps; the answer is the same on all ranks. False for the
         step that was saved or restored last, so that a step is saved once however often it is asked about; once the
-        error of its save was raised, the step counts as not saved.
+        error of its save was raised, the step counts as not saved. With `on_error="warn"`, call this once a step: ranks
+        hear of a failure at different moments.
 
             while step < last and not checkpoints.should_stop:
                 ...
@@ -778,20 +779,15 @@ class CheckpointManager:
             if each is not None:
                 each.__traceback__ = None  # whose frames hold the state
         self.failed_saves, self._passed = self.failed_saves + 1, (error, self.last_save)
-        if self._ranks.is_coordinator:
-            text = "%s: training goes on without step %s, whose save has failed; failed_saves=%d: %s"
-            logger.warning(text, self._store.url, step, self.failed_saves, error)
+        text = "%s: training goes on without step %s, whose save has failed; failed_saves=%d: %s"
+        level = logging.WARNING if self._ranks.is_coordinator else logging.INFO
+        logger.log(level, text, self._store.url, step, self.failed_saves, error)
         return True
 
     def _gives_up(self, background_save: BackgroundSave, error: BaseException, step: int, *, wait: object) -> bool:
         """Give up a save whose call raises; return whether the job goes on, since not the call has failed."""
-        passes, told = False, error
-        if background_save.has_raised(error):
-            passes = wait is not True and self._lets_pass(error, step)
-        elif self._on_error == "warn" and (may_pass(error) or not isinstance(error, DcpRemoteError)):
-            # The training of this rank ends by its own error, and so must that of the others.
-            told = InvalidArgumentError("The call of `save` raised an error on one rank.", cause=error)
-        self._background_saves.abandon(background_save, told)
+        passes = background_save.has_raised(error) and wait is not True and self._lets_pass(error, step)
+        self._background_saves.abandon(background_save, error)
         self._stager.cancel()
         return passes
 

@@ -54,6 +54,7 @@ class Updates:
         held = self._optimizers.get(id(optimizer))
         if held is None or held() is None:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+            self._owned.pop(id(optimizer), None)  # of a dead optimizer that had the same `id`
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def come(self) -> None:

@@ -204,10 +204,10 @@ class LateCopies:
             self._look(list(self._seen))
         if self._changed is not None:
             raise SaveFailedError(
-                "A tensor was changed after save() had returned, perhaps while it was copied; nothing was "
-                "committed. Call before_update() before anything changes the state other than the step of an "
-                "optimizer that was given to watch().",
+                "A tensor was changed after save() had returned, perhaps while it was copied; nothing was committed.",
                 tensor=self._changed,
+            ).advise(
+                before_update="before_update() must precede any change but a step of an optimizer given to watch()"
             )
 
     def cancel(self) -> None:

@@ -703,6 +703,24 @@ def test_a_failure_in_the_background_is_logged_at_once(caplog: pytest.LogCapture
         checkpoints.close()
 
 
+def test_a_handler_of_the_log_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a save that failed ends by another error: the next call raises that of the save."""
+
+    def refuse(record: logging.LogRecord) -> bool:
+        raise OSError(record.getMessage())
+
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
+    monkeypatch.setattr(logging.getLogger("dcp_remote.manager.background_save"), "filters", [refuse])
+    checkpoints = CheckpointManager(refusing(MemoryStore(), "shards/"))
+    checkpoints.save(1, state_of(1))
+    wait_until(lambda: raised)
+    assert not checkpoints._background_saves.is_busy
+    with pytest.raises(SaveFailedError, match="shard"):
+        checkpoints.close()
+    assert raised == [OSError]
+
+
 def test_a_step_whose_save_failed_counts_as_new() -> None:
     """Its next save goes on in the background: the call returns before the run has taken the step."""
     gate, keys = threading.Event(), list[str]()

@@ -6,6 +6,7 @@ Ranks are threads; a store holds up or refuses requests, so that the ranks hear 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import signal
@@ -258,7 +259,7 @@ def test_training_goes_on_after_a_save_that_failed(world_size: int, caplog: pyte
     """All ranks go on, count it, and save next; the error that ends no job is logged, and `close` raises none."""
     gate = Gate()
     gate.gate.set()
-    with managers(gate, world_size, on_error="warn") as threads:
+    with caplog.at_level(logging.INFO, "dcp_remote"), managers(gate, world_size, on_error="warn") as threads:
         assert save_all(threads, 1) == [True] * world_size
         threads.values(lambda _rank, manager: manager.wait())
         gate.refuses = True
@@ -271,8 +272,10 @@ def test_training_goes_on_after_a_save_that_failed(world_size: int, caplog: pyte
         assert [manager.failed_saves for manager in threads.managers] == [2] * world_size
         threads.values(lambda _rank, manager: manager.wait())
         assert_saved(gate.memory, threads.managers[0], 1, 3)
-    assert caplog.text.count("training goes on without step 2") == 1
-    assert caplog.text.count("failed_saves=2: Rank 0 could not write a shard") == 1
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("training goes on without step 2" in text for text in warnings) == 1
+    assert sum("failed_saves=2: Rank 0 could not write a shard" in text for text in warnings) == 1
+    assert caplog.text.count("training goes on without step 2") == world_size  # on other ranks at INFO
 
 
 def test_the_error_of_the_last_save_is_raised_in_the_end() -> None:
@@ -380,6 +383,35 @@ def test_a_rank_that_ends_in_its_call_ends_all() -> None:
 
         ended = threads.run(train)
         assert [type(one.error) for one in ended] == [InvalidArgumentError, SystemExit, InvalidArgumentError]
+
+
+@pytest.mark.parametrize(("on_error", "kind"), [("warn", InvalidArgumentError), ("raise", SaveFailedError)])
+@pytest.mark.parametrize("call", ["save", "close"])
+def test_ctrl_c_on_one_rank_ends_all(
+    call: str, on_error: str, kind: type[DcpRemoteError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a save that is under way, or twice in `close`: the others raise the cause, and commit nothing."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def train(rank: int, manager: CheckpointManager) -> None:
+        if rank == 1 and call == "save":
+            monkeypatch.setattr(manager._background_saves, "wait_until_begun", interrupted)
+        manager.save(1, state_of(rank, 1), wait="begun")
+        if rank == 1:
+            monkeypatch.setattr(manager._background_saves, "wait", interrupted)
+            manager.close()
+        manager.wait()
+
+    gate = Gate()
+    with managers(gate, 3, on_error=on_error) as threads:
+        ended = threads.run(train)
+        gate.gate.set()
+        assert [type(one.error) for one in ended] == [kind, KeyboardInterrupt, kind]
+        assert all("KeyboardInterrupt" in str(one.error) and "rank=1" in str(one.error) for one in ended[::2])
+        assert [manager.failed_saves for manager in threads.managers] == [0] * 3
+        assert threads.managers[0].run.steps() == []
 
 
 def test_a_rank_that_does_not_come_may_pass() -> None:

@@ -24,6 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from dcp_remote import CheckpointManager, load
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
+from dcp_remote.manager import updates
 from dcp_remote.saving import plan_cache, staging
 from dcp_remote.saving.device_copy import ElementRange, host_views
 from dcp_remote.saving.late_copies import LateCopies
@@ -222,6 +223,30 @@ def test_the_copies_of_another_optimizer_end_before_save_returns(held_back: Held
     assert equal({"model": found["adversary"], "optim": found["other"]}, expected)
 
 
+class Reborn(SGD):
+    """Optimizer whose `id` is always the same, as if each was made at the address of the one before."""
+
+
+def test_a_new_optimizer_at_the_address_of_a_dead_one(held_back: HeldBack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step waits for what it owns, and not for what the dead one owned."""
+    monkeypatch.setattr(updates, "id", lambda value: 1 if isinstance(value, Reborn) else id(value), raising=False)
+    (model, dead), (adversary, optimizer) = trained(Reborn), trained(SGD)
+    store = MemoryStore()
+    with CheckpointManager(store, progress=False) as checkpoints:
+        checkpoints.watch(dead)
+        checkpoints.watch(optimizer)
+        expected = clones(adversary, optimizer)
+        checkpoints.save(1, {"model": adversary, "optim": optimizer, "other": model})
+        del dead
+        gc.collect()
+        new = Reborn(adversary.parameters(), lr=0.1)
+        checkpoints.watch(new)
+        train(adversary, new)
+        held_back.release.set()
+    found = load(store)
+    assert equal({"model": found["model"], "optim": found["optim"]}, expected)
+
+
 def step_unwatched(model: nn.Module, _optimizer: Optimizer) -> None:
     SGD(model.parameters(), lr=1.0).step()
 
@@ -285,8 +310,12 @@ def test_a_change_that_comes_too_early_is_noticed(
         change(model, optimizer)
         changed.set()
         held_back.release.set()
-        with pytest.raises(SaveFailedError, match=r"before_update\(\).*tensor='(model\.2\.|model\.0\.|optim\.)"):
+        with pytest.raises(
+            SaveFailedError, match=r"before_update\(\).*tensor='(model\.2\.|model\.0\.|optim\.)"
+        ) as raised:
             checkpoints.wait()
+        raised.value.reword({})  # as for a user of a framework, who has no such methods
+        assert "committed. tensor=" in str(raised.value)
         assert not checkpoints.run.checkpoints()
         expected = clones(model, optimizer)
         checkpoints.save(2, {"model": model, "optim": optimizer})
