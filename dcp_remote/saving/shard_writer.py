@@ -81,7 +81,9 @@ def write_shards(
     drawn = Drawn()
     if shard_bytes is None:
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
-        shard_bytes = spread(sum(map(chunk_bytes, plan.items)), _SPREAD_SHARDS, shard_bytes_max)
+        tensor_bytes = sum(map(chunk_bytes, plan.items))
+        object_bytes = sum(encoded.length_bytes for encoded in stored.values())
+        shard_bytes = spread(tensor_bytes + object_bytes, _SPREAD_SHARDS, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
