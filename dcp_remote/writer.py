@@ -145,8 +145,8 @@ class RemoteWriter(StorageWriter):
         memory_budget_bytes: Bound of the copies in memory beyond the state, per rank, in bytes. Encoded objects (not
             tensors) come on top; the large tensors and arrays in them are sent without a copy. 256 MiB.
         timeout_seconds: Deadline of a save on each rank, in seconds; failed requests are repeated until then. 1500.
-        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for a fourteenth of the rank's bytes, which
-            are then sent at once, from 8 MiB to 64 MiB.
+        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for 8 MiB to 64 MiB, by the bytes of the
+            rank, so that shards that are sent at once end together.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; no request is made here.

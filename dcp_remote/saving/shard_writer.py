@@ -42,10 +42,6 @@ from dcp_remote.serialization.tensors import dtype_name
 INLINE_BYTES_MAX = 16 * KiB
 INLINE_TOTAL_BYTES_MAX = 8 * MiB
 
-# Shards by which the bytes of a rank are divided: so many as are sent at once, less the last, smaller shards of the
-# top-level keys, which would be sent when the others have ended.
-_SPREAD_SHARDS = UPLOADS_IN_FLIGHT - 2
-
 
 def write_shards(
     plan: SavePlan,
@@ -83,7 +79,7 @@ def write_shards(
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
         object_bytes = sum(encoded.length_bytes for encoded in stored.values())
-        shard_bytes = spread(tensor_bytes + object_bytes, _SPREAD_SHARDS, shard_bytes_max)
+        shard_bytes = spread(tensor_bytes + object_bytes, UPLOADS_IN_FLIGHT, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
