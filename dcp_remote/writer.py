@@ -275,7 +275,9 @@ class RemoteWriter(StorageWriter):
 
     @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Compare the ranks' descriptions of their tensors, and return the plans without them; coordinator only.
+        """Compare the ranks' descriptions of their tensors; coordinator only.
+
+        The plans are returned with the latency of the store, in seconds, in place of the descriptions.
 
         Of an object that several ranks hold, the lowest rank's is saved. With torch's cache of plans
         (`enable_plan_caching`), only ranks whose plans have changed are compared, and torch chooses the object's rank.
@@ -293,8 +295,9 @@ class RemoteWriter(StorageWriter):
         )
         if not _are_cached_by_torch(plans):  # plans of later saves would lack what was moved, or have it twice
             plans = _move_objects(plans, [unpacked[packed][1] if packed is not None else () for packed in described])
+        latency_seconds: float = getattr(self._store, "latency_seconds", 0.0)  # not in the contract of a store
         return [
-            replace(plan, storage_data=None) if packed is not None else plan
+            replace(plan, storage_data=latency_seconds) if packed is not None else plan
             for plan, packed in zip(plans, described, strict=True)
         ]
 
@@ -317,7 +320,11 @@ class RemoteWriter(StorageWriter):
         if not self._was_unpickled:
             require_no_imitations(plan, planner)
         with Uploads[WrittenShard](
-            save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
+            save.store,
+            rank=save.rank,
+            deadline=save.deadline,
+            memory_budget_bytes=self._memory_budget_bytes,
+            latency_seconds=plan.storage_data if isinstance(plan.storage_data, float) else 0.0,
         ) as uploads:
             report = write_shards(
                 plan,

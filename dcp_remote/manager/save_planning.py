@@ -101,6 +101,7 @@ class Agreed(NamedTuple):
     ticket: SaveTicket
     plan: RankPlan  # of this rank
     planned: Planned | None  # contents of the checkpoint; None on other ranks than the coordinator
+    latency_seconds: float = 0.0  # of the store, as the coordinator measured it; 0 if unknown
 
 
 class _Request(NamedTuple):
@@ -118,6 +119,7 @@ class _Begun(NamedTuple):
 
     ticket: SaveTicket
     is_known: bool  # True if every rank writes what it wrote in the last save
+    latency_seconds: float  # of the store, which other ranks have perhaps not measured
 
 
 class _Values(NamedTuple):
@@ -210,7 +212,7 @@ class RankPlanning:
             plan = self._plan_anew(collective, planner, proposal, request.digests, decisions)
             self._kept = kept = PlanCache(ticket.save_id, proposal, plan, decisions.planned)
         planner.finish_plan(kept.plan.plan)
-        return Agreed(ticket, kept.plan, kept.planned)
+        return Agreed(ticket, kept.plan, kept.planned, begun.latency_seconds)
 
     def _plan_anew(
         self,
@@ -278,7 +280,7 @@ class _Decisions:
             return begun
         are_equal = self._compare_replicas([request.digests for request in requests])
         is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
-        return _Begun(begun, is_known and are_equal)
+        return _Begun(begun, is_known and are_equal, self.coordinator.latency_seconds)
 
     def _compare_replicas(self, digests: Sequence[Digests]) -> bool:
         """Return whether ranks that write parts of a replica hold equal values; log the replicas that differ."""

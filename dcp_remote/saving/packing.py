@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp_remote.common.geometry import boxes_of_run, cut_chunk, cut_to_fill
-from dcp_remote.common.units import MiB
+from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import ITEMS_PER_SHARD_MAX, SHARD_BYTES_MAX
@@ -21,6 +21,9 @@ _BUDGET_BYTES_MIN = 1 * MiB
 
 # Shards below this size take about as long for the answer as for their bytes, at 100 ms and 50 MB/s a connection.
 _SPREAD_BYTES_MIN = 8 * MiB
+
+# Multiple of the size of shards: it leaves the room that is lost where shards end at whole rows.
+_SPREAD_BYTES_STEP = 256 * KiB
 
 # Shards beyond those of `spread`: each top-level key of the state but the first may end in one more.
 _LAST_SHARDS = 2
@@ -51,7 +54,8 @@ def spread(size_bytes: int, in_flight: int, limit: int = SHARD_BYTES_MAX) -> int
     A wave is as many shards as are in flight. With few large shards, the last wave would take as long as a full one.
     """
     waves = -(-(-(-size_bytes // limit) + _LAST_SHARDS) // in_flight)
-    return min(limit, max(-(-size_bytes // (waves * in_flight - _LAST_SHARDS)), _SPREAD_BYTES_MIN))
+    step = (waves * in_flight - _LAST_SHARDS) * _SPREAD_BYTES_STEP
+    return min(limit, max(-(-size_bytes // step) * _SPREAD_BYTES_STEP, _SPREAD_BYTES_MIN))
 
 
 @dataclass(frozen=True, slots=True)

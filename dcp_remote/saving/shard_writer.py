@@ -29,7 +29,7 @@ from dcp_remote.saving.packing import pack, spread
 from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
 from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
-from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Uploads
+from dcp_remote.saving.uploads import Uploads
 from dcp_remote.saving.write_items import Drawn, WriteItems, wait_for_sources
 from dcp_remote.serialization.files import holds_imitation
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
@@ -79,7 +79,7 @@ def write_shards(
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
         object_bytes = sum(encoded.length_bytes for encoded in stored.values())
-        shard_bytes = spread(tensor_bytes + object_bytes, UPLOADS_IN_FLIGHT, shard_bytes_max)
+        shard_bytes = spread(tensor_bytes + object_bytes, uploads.in_flight, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)

@@ -95,7 +95,7 @@ def test_defaults_hold_what_a_large_model_has() -> None:
 def transformer(size_bytes: int) -> Iterator[TopItem]:
     """Yield float32 tensors of a model and the two moments of its optimizer, of about this size."""
     width = 768
-    layers = (size_bytes // 12 - 50_257 * width) // (12 * width**2)
+    layers = (size_bytes // 12 - 32_000 * width) // (12 * width**2)
     matrices = {
         "attn": (3 * width, width),
         "proj": (width, width),
@@ -107,7 +107,7 @@ def transformer(size_bytes: int) -> Iterator[TopItem]:
             for layer in range(layers):
                 yield Item(top, f"{layer}.norm.{part}", "float32", (0,), (width,), True, None)
         for part in parts:
-            yield Item(top, f"wte.{part}", "float32", (0, 0), (50_257, width), True, None)
+            yield Item(top, f"wte.{part}", "float32", (0, 0), (32_000, width), True, None)
             for layer, (name, sizes) in itertools.product(range(layers), matrices.items()):
                 yield Item(top, f"{layer}.{name}.{part}", "float32", (0, 0), sizes, True, None)
 
@@ -118,7 +118,7 @@ def test_shards_are_sent_in_full_waves(size: int, near_waves: int, in_flight: in
     """All shards of a state go in waves of as many as are in flight, and all but the last of each key are full."""
     state = list(transformer(size * MiB))
     size_bytes = sum(math.prod(item.sizes) * ITEM_BYTES[item.dtype] for item in state)
-    assert abs(size_bytes - size * MiB) < 100 * MiB
+    assert abs(size_bytes - size * MiB) < 82 * MiB
     shard_bytes = spread(size_bytes, in_flight)
     waves = near_waves if in_flight == 16 else -(-near_waves // 2)
     shards = list(pack(state, shard_bytes_max=shard_bytes))
@@ -128,11 +128,11 @@ def test_shards_are_sent_in_full_waves(size: int, near_waves: int, in_flight: in
 
 def test_the_size_of_shards_follows_the_bytes() -> None:
     """Bytes fill a wave, and more waves only if shards would have more than 64 MiB, or than the limit; or 8 MiB."""
-    sizes = {0: 8, 1: 8, 64: 8, 112: 8, 140: 10, 896: 64, 900: 30, 1920: 64, 1950: 42.3913, 100_000: 63.857}
+    sizes = {0: 8, 1: 8, 64: 8, 112: 8, 140: 10, 896: 64, 900: 30, 1920: 64, 1950: 42.5, 100_000: 64}
     assert {size: round(spread(size * MiB, 16) / MiB, 4) for size in sizes} == sizes
     assert spread(140 * MiB, 32) == 8 * MiB
     assert spread(1024 * MiB, 16, 5 * MiB) == 5 * MiB
-    assert spread(2048 * MiB, 16, 20 * MiB) == 2048 * MiB // 110 + 1
+    assert spread(2048 * MiB, 16, 20 * MiB) == 18.75 * MiB
 
 
 @pytest.mark.parametrize(
