@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch.futures import Future
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.gil import short_switch_interval
+from dcp_remote.common.hedging import is_far
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.picklable_errors import replace_unpicklable_errors
+from dcp_remote.common.threads import begin_early
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import CheckpointExistsError, DcpRemoteError, InvalidArgumentError
@@ -74,6 +77,28 @@ _PLANNING_METHODS = (
 )
 
 
+class _Cleanup:
+    """Deletion of the object that a probe has left, beside the save. The process does not exit before its end."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, delete: Callable[[], None]) -> None:
+        """Delete in a thread; at once if no thread can be started."""
+        thread = threading.Thread(target=delete, name="dcp_remote-probe")
+        try:
+            thread.start()
+        except RuntimeError:
+            delete()
+        else:
+            self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Return when all is deleted."""
+        for thread in self._threads:
+            thread.join()
+
+
 @dataclass(frozen=True, slots=True)
 class _Save:
     """State of one save on one rank."""
@@ -84,6 +109,7 @@ class _Save:
     began_seconds: float
     deadline: Deadline
     slot: Slot | None  # None except on the coordinator
+    cleanup: _Cleanup
     has_all_entries: bool = False  # True if the planner plans as torch's does; a user's may leave entries out
 
 
@@ -233,7 +259,8 @@ class RemoteWriter(StorageWriter):
         """Start the deadline; on the coordinator, read the manifest that is here, in one request.
 
         The first save of a process to a server that is not a cloud's own also checks, with three requests more (four
-        for an overwrite), that the server honours conditional writes.
+        with `overwrite`), that the server honours conditional writes. The manifest is read meanwhile; the third request
+        deletes what the others put, and ends before the save does.
 
         Raises:
             InvalidArgumentError: `use_collectives=False`, a store of one process in a job of several, or an overwrite
@@ -250,7 +277,8 @@ class RemoteWriter(StorageWriter):
         require_shared(self._thread.location, default_world_size())
         name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
-        slot = self._read_slot(deadline) if is_coordinator else None
+        cleanup = _Cleanup()
+        slot = self._read_slot(deadline, cleanup) if is_coordinator else None
         # A commit in doubt is settled by its save_id, so no two saves may have the same.
         save_id, self._thread.next_save_id = self._thread.next_save_id or uuid.uuid4().hex, None
         self._thread.save = _Save(
@@ -260,6 +288,7 @@ class RemoteWriter(StorageWriter):
             began_seconds=time.monotonic(),
             deadline=deadline,
             slot=slot,
+            cleanup=cleanup,
         )
 
     @replace_unpicklable_errors
@@ -380,6 +409,7 @@ class RemoteWriter(StorageWriter):
             # If the other ranks have given up, torch's next collective operation fails and its error hides this one.
             logger.error("not confirmed as committed: %s: %s", save.store.url, error)  # noqa: TRY400  # raised as well
             raise
+        save.cleanup.wait()
         logger.info(
             "committed %s: %d bytes in %d shards by %d ranks, %.1f s",
             save.store.url,
@@ -394,20 +424,23 @@ class RemoteWriter(StorageWriter):
         """Return whether this is a URL or path that a writer can be created for."""
         return is_location(checkpoint_id)
 
-    def _read_slot(self, deadline: Deadline) -> Slot:
-        slot = commit.read_slot(RetryingStore(self._store, deadline))
+    def _read_slot(self, deadline: Deadline, cleanup: _Cleanup) -> Slot:
+        store, seconds = self._store, deadline.remaining_seconds()
+        with begin_early(
+            lambda clock: commit.read_slot(RetryingStore(store, Deadline(seconds, clock))), at_once=is_far(store.url)
+        ) as read_slot:
+            require_conditional_writes(store, deadline, swaps=self._overwrite, clean_up=cleanup.begin)
+            slot = read_slot()
         if slot.committed and not self._overwrite:
             raise CheckpointExistsError(
                 "Checkpoint already exists. Choose another URL, or pass overwrite=True to replace it.",
-                url=self._store.url,
+                url=store.url,
                 save_id=slot.head.save_id if slot.head else None,
                 unreadable=slot.unreadable,
             )
         if slot.version is not None:
-            require_compare_and_swap(
-                self._store, "This store cannot replace a checkpoint atomically. Save to another URL."
-            )
-        require_conditional_writes(self._store, deadline, swaps=slot.version is not None)
+            require_compare_and_swap(store, "This store cannot replace a checkpoint atomically. Save to another URL.")
+            require_conditional_writes(store, deadline, swaps=True, clean_up=cleanup.begin)
         return slot
 
     def _current(self) -> _Save:
