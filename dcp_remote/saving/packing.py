@@ -48,6 +48,14 @@ def choose_shard_bytes(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -
     return min(limit, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
 
 
+def limit_pinned(memory_budget_bytes: int, in_flight: int) -> int:
+    """Return the bytes of a shard of which so many fit into the budget as pinned memory; a power of two, from 8 MiB up.
+
+    Pinned memory comes in powers of two: of shards of 33 MiB, a budget of 256 MiB would hold four.
+    """
+    return 1 << (max(memory_budget_bytes // in_flight, _SPREAD_BYTES_MIN).bit_length() - 1)
+
+
 def spread(size_bytes: int, in_flight: int, limit: int = SHARD_BYTES_MAX) -> int:
     """Return the number of bytes of data in a shard with which a rank's shards are sent in full waves, from 8 MiB up.
 

@@ -25,7 +25,8 @@ from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
-from dcp_remote.saving.packing import pack, spread
+from dcp_remote.saving.device_copy import uses_pinned_memory
+from dcp_remote.saving.packing import limit_pinned, pack, spread
 from dcp_remote.saving.plan_cache import SharedPart, chunk_bytes
 from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
@@ -79,6 +80,8 @@ def write_shards(
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
         object_bytes = sum(encoded.length_bytes for encoded in stored.values())
+        if _is_on_device(planner):
+            shard_bytes_max = min(shard_bytes_max, limit_pinned(uploads.budget_bytes, uploads.in_flight))
         shard_bytes = spread(tensor_bytes + object_bytes, uploads.in_flight, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
@@ -92,6 +95,13 @@ def write_shards(
         )
     report = _make_report(drawn, reuse, uploads, inline)
     return replace(report, meshes=_describe_meshes(planner)) if report.rank == 0 else report
+
+
+def _is_on_device(planner: SavePlanner) -> bool:
+    """Return whether tensors of a state are copied into pinned memory before they are sent."""
+    state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
+    values = state.values() if isinstance(state, Mapping) else ()
+    return any(isinstance(value, torch.Tensor) and uses_pinned_memory(value) for value in values)
 
 
 def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:

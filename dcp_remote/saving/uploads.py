@@ -130,7 +130,7 @@ class Uploads(Generic[T]):
             Deadline(deadline.remaining_seconds(), self._cancellation.clock),
             on_retry=self._count_retry,
         )
-        self._budget_bytes = memory_budget_bytes
+        self.budget_bytes = memory_budget_bytes
         self._claimed_bytes = 0
         self._unfinished = 0
         self._sent_twice = 0
@@ -166,9 +166,9 @@ class Uploads(Generic[T]):
 
         A claim of 0 bytes does not wait: it only raises if the save has failed or its deadline has passed.
         """
-        size_bytes = min(size_bytes, self._budget_bytes)
+        size_bytes = min(size_bytes, self.budget_bytes)
         with self._changed:
-            while self._claimed_bytes and self._claimed_bytes + size_bytes > self._budget_bytes:
+            while self._claimed_bytes and self._claimed_bytes + size_bytes > self.budget_bytes:
                 self._wait()
             self._raise_if_over()
             self._claimed_bytes += size_bytes
@@ -291,7 +291,7 @@ class Uploads(Generic[T]):
         # Without this, the bytes of all shards would stay in memory until the last is sent.
         job.prepared = None
         job.prepare = None
-        self._claimed_bytes -= min(job.claimed_bytes, self._budget_bytes)
+        self._claimed_bytes -= min(job.claimed_bytes, self.budget_bytes)
         self._unfinished -= 1
         self._changed.notify_all()
 
