@@ -278,7 +278,7 @@ class RemoteWriter(StorageWriter):
         name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
         cleanup = _Cleanup()
-        slot = self._read_slot(deadline, cleanup) if is_coordinator else None
+        slot = self._take_slot(deadline, cleanup) if is_coordinator else None
         # A commit in doubt is settled by its save_id, so no two saves may have the same.
         save_id, self._thread.next_save_id = self._thread.next_save_id or uuid.uuid4().hex, None
         self._thread.save = _Save(
@@ -424,13 +424,25 @@ class RemoteWriter(StorageWriter):
         """Return whether this is a URL or path that a writer can be created for."""
         return is_location(checkpoint_id)
 
-    def _read_slot(self, deadline: Deadline, cleanup: _Cleanup) -> Slot:
-        store, seconds = self._store, deadline.remaining_seconds()
+    def _take_slot(self, deadline: Deadline, cleanup: _Cleanup) -> Slot:
+        """Return the slot, which is free or may be overwritten, in a store that has proven conditional writes."""
+        store = self._store
         with begin_early(
-            lambda clock: commit.read_slot(RetryingStore(store, Deadline(seconds, clock))), at_once=is_far(store.url)
+            lambda clock: self._read_slot(RetryingStore(store, Deadline(deadline.remaining_seconds(), clock))),
+            at_once=is_far(store.url),
         ) as read_slot:
-            require_conditional_writes(store, deadline, swaps=self._overwrite, clean_up=cleanup.begin)
-            slot = read_slot()
+            try:
+                require_conditional_writes(store, deadline, swaps=self._overwrite, clean_up=cleanup.begin)
+            finally:
+                # Its error is raised in place of the probe's, since it says more: a checkpoint is here, or no store.
+                slot = read_slot()
+        if slot.version is not None:
+            require_compare_and_swap(store, "This store cannot replace a checkpoint atomically. Save to another URL.")
+            require_conditional_writes(store, deadline, swaps=True, clean_up=cleanup.begin)
+        return slot
+
+    def _read_slot(self, store: ObjectStore) -> Slot:
+        slot = commit.read_slot(store)
         if slot.committed and not self._overwrite:
             raise CheckpointExistsError(
                 "Checkpoint already exists. Choose another URL, or pass overwrite=True to replace it.",
@@ -438,9 +450,6 @@ class RemoteWriter(StorageWriter):
                 save_id=slot.head.save_id if slot.head else None,
                 unreadable=slot.unreadable,
             )
-        if slot.version is not None:
-            require_compare_and_swap(store, "This store cannot replace a checkpoint atomically. Save to another URL.")
-            require_conditional_writes(store, deadline, swaps=True, clean_up=cleanup.begin)
         return slot
 
     def _current(self) -> _Save:

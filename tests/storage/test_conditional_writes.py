@@ -260,6 +260,14 @@ def test_a_probe_of_a_far_server_runs_beside_the_save() -> None:
     assert [key for key in keys(memory) if key.startswith(PROBES_PREFIX)] == []
 
 
+def test_a_checkpoint_that_exists_is_told_although_the_probe_fails() -> None:
+    """Save over a checkpoint, on a server that ignores conditions: refused as a checkpoint that exists."""
+    memory = MemoryStore()
+    save(memory)
+    with pytest.raises(dcp.CheckpointException, match="Checkpoint already exists"):
+        save(LaxStore(memory, *BOTH))
+
+
 def test_without_a_thread_a_probe_is_deleted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no thread start: the object is deleted before the upload."""
 
