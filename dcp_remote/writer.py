@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch.futures import Future
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.gil import short_switch_interval
+from dcp_remote.common.hedging import is_far
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.picklable_errors import replace_unpicklable_errors
+from dcp_remote.common.threads import begin_early
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import CheckpointExistsError, DcpRemoteError, InvalidArgumentError
@@ -74,6 +77,28 @@ _PLANNING_METHODS = (
 )
 
 
+class _Cleanup:
+    """Deletion of the object that a probe has left, beside the save. The process does not exit before its end."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, delete: Callable[[], None]) -> None:
+        """Delete in a thread; at once if no thread can be started."""
+        thread = threading.Thread(target=delete, name="dcp_remote-probe")
+        try:
+            thread.start()
+        except RuntimeError:
+            delete()
+        else:
+            self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Return when all is deleted."""
+        for thread in self._threads:
+            thread.join()
+
+
 @dataclass(frozen=True, slots=True)
 class _Save:
     """State of one save on one rank."""
@@ -84,6 +109,7 @@ class _Save:
     began_seconds: float
     deadline: Deadline
     slot: Slot | None  # None except on the coordinator
+    cleanup: _Cleanup
     has_all_entries: bool = False  # True if the planner plans as torch's does; a user's may leave entries out
 
 
@@ -145,8 +171,8 @@ class RemoteWriter(StorageWriter):
         memory_budget_bytes: Bound of the copies in memory beyond the state, per rank, in bytes. Encoded objects (not
             tensors) come on top; the large tensors and arrays in them are sent without a copy. 256 MiB.
         timeout_seconds: Deadline of a save on each rank, in seconds; failed requests are repeated until then. 1500.
-        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for a fourteenth of the rank's bytes, which
-            are then sent at once, from 8 MiB to 64 MiB.
+        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for 8 MiB to 64 MiB, by the bytes of the
+            rank, so that shards that are sent at once end together.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; no request is made here.
@@ -233,7 +259,8 @@ class RemoteWriter(StorageWriter):
         """Start the deadline; on the coordinator, read the manifest that is here, in one request.
 
         The first save of a process to a server that is not a cloud's own also checks, with three requests more (four
-        for an overwrite), that the server honours conditional writes.
+        with `overwrite`), that the server honours conditional writes. The manifest is read meanwhile; the third request
+        deletes what the others put, and ends before the save does.
 
         Raises:
             InvalidArgumentError: `use_collectives=False`, a store of one process in a job of several, or an overwrite
@@ -250,7 +277,8 @@ class RemoteWriter(StorageWriter):
         require_shared(self._thread.location, default_world_size())
         name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
-        slot = self._read_slot(deadline) if is_coordinator else None
+        cleanup = _Cleanup()
+        slot = self._take_slot(deadline, cleanup) if is_coordinator else None
         # A commit in doubt is settled by its save_id, so no two saves may have the same.
         save_id, self._thread.next_save_id = self._thread.next_save_id or uuid.uuid4().hex, None
         self._thread.save = _Save(
@@ -260,6 +288,7 @@ class RemoteWriter(StorageWriter):
             began_seconds=time.monotonic(),
             deadline=deadline,
             slot=slot,
+            cleanup=cleanup,
         )
 
     @replace_unpicklable_errors
@@ -275,7 +304,9 @@ class RemoteWriter(StorageWriter):
 
     @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Compare the ranks' descriptions of their tensors, and return the plans without them; coordinator only.
+        """Compare the ranks' descriptions of their tensors; coordinator only.
+
+        The plans are returned with the latency of the store, in seconds, in place of the descriptions.
 
         Of an object that several ranks hold, the lowest rank's is saved. With torch's cache of plans
         (`enable_plan_caching`), only ranks whose plans have changed are compared, and torch chooses the object's rank.
@@ -293,8 +324,9 @@ class RemoteWriter(StorageWriter):
         )
         if not _are_cached_by_torch(plans):  # plans of later saves would lack what was moved, or have it twice
             plans = _move_objects(plans, [unpacked[packed][1] if packed is not None else () for packed in described])
+        latency_seconds: float = getattr(self._store, "latency_seconds", 0.0)  # not in the contract of a store
         return [
-            replace(plan, storage_data=None) if packed is not None else plan
+            replace(plan, storage_data=latency_seconds) if packed is not None else plan
             for plan, packed in zip(plans, described, strict=True)
         ]
 
@@ -317,7 +349,11 @@ class RemoteWriter(StorageWriter):
         if not self._was_unpickled:
             require_no_imitations(plan, planner)
         with Uploads[WrittenShard](
-            save.store, rank=save.rank, deadline=save.deadline, memory_budget_bytes=self._memory_budget_bytes
+            save.store,
+            rank=save.rank,
+            deadline=save.deadline,
+            memory_budget_bytes=self._memory_budget_bytes,
+            latency_seconds=plan.storage_data if isinstance(plan.storage_data, float) else 0.0,
         ) as uploads:
             report = write_shards(
                 plan,
@@ -373,6 +409,7 @@ class RemoteWriter(StorageWriter):
             # If the other ranks have given up, torch's next collective operation fails and its error hides this one.
             logger.error("not confirmed as committed: %s: %s", save.store.url, error)  # noqa: TRY400  # raised as well
             raise
+        save.cleanup.wait()
         logger.info(
             "committed %s: %d bytes in %d shards by %d ranks, %.1f s",
             save.store.url,
@@ -387,20 +424,32 @@ class RemoteWriter(StorageWriter):
         """Return whether this is a URL or path that a writer can be created for."""
         return is_location(checkpoint_id)
 
-    def _read_slot(self, deadline: Deadline) -> Slot:
-        slot = commit.read_slot(RetryingStore(self._store, deadline))
+    def _take_slot(self, deadline: Deadline, cleanup: _Cleanup) -> Slot:
+        """Return the slot, which is free or may be overwritten, in a store that has proven conditional writes."""
+        store = self._store
+        with begin_early(
+            lambda clock: self._read_slot(RetryingStore(store, Deadline(deadline.remaining_seconds(), clock))),
+            at_once=is_far(store.url),
+        ) as read_slot:
+            try:
+                require_conditional_writes(store, deadline, swaps=self._overwrite, clean_up=cleanup.begin)
+            finally:
+                # Its error is raised in place of the probe's, since it says more: a checkpoint is here, or no store.
+                slot = read_slot()
+        if slot.version is not None:
+            require_compare_and_swap(store, "This store cannot replace a checkpoint atomically. Save to another URL.")
+            require_conditional_writes(store, deadline, swaps=True, clean_up=cleanup.begin)
+        return slot
+
+    def _read_slot(self, store: ObjectStore) -> Slot:
+        slot = commit.read_slot(store)
         if slot.committed and not self._overwrite:
             raise CheckpointExistsError(
                 "Checkpoint already exists. Choose another URL, or pass overwrite=True to replace it.",
-                url=self._store.url,
+                url=store.url,
                 save_id=slot.head.save_id if slot.head else None,
                 unreadable=slot.unreadable,
             )
-        if slot.version is not None:
-            require_compare_and_swap(
-                self._store, "This store cannot replace a checkpoint atomically. Save to another URL."
-            )
-        require_conditional_writes(self._store, deadline, swaps=slot.version is not None)
         return slot
 
     def _current(self) -> _Save:

@@ -138,14 +138,38 @@ def cut_chunk(sizes: Sequence[int], *, item_bytes: int, piece_bytes_max: int) ->
     assert limit > 0, "an element is larger than a piece"
     if elements <= limit:
         return [(0, elements)]
-    # Pieces are multiples of the unit, the largest row that fits into a piece.
-    unit = elements
-    for size in sizes:
-        if unit <= limit:
-            break
-        unit //= size
-    rows = elements // unit
-    rows_max = max(1, limit // unit)
+    # Pieces are multiples of the largest row that fits into a piece.
+    row = _largest_row(sizes, limit)
+    rows = elements // row
+    rows_max = limit // row
     pieces = -(-rows // rows_max)
-    bounds = [rows * i // pieces * unit for i in range(pieces + 1)]
+    bounds = [rows * i // pieces * row for i in range(pieces + 1)]
     return list(itertools.pairwise(bounds))
+
+
+def cut_to_fill(
+    sizes: Sequence[int], *, item_bytes: int, room_bytes: int, piece_bytes_max: int, row_bytes_max: int
+) -> list[tuple[int, int]]:
+    """Cut a chunk into a run of at most `room_bytes`, if that is not 0, runs of `piece_bytes_max`, and the rest.
+
+    The runs end at whole rows, of the largest kind that has at most `row_bytes_max`. Returns and requires the same as
+    `cut_chunk`.
+    """
+    elements = math.prod(sizes)
+    if elements == 0:
+        return []
+    limit = piece_bytes_max // item_bytes
+    assert limit > 0, "an element is larger than a piece"
+    row = _largest_row(sizes, max(1, min(limit, row_bytes_max // item_bytes)))
+    first = room_bytes // item_bytes // row * row
+    return list(itertools.pairwise(sorted({0, *range(first, elements, limit // row * row), elements})))
+
+
+def _largest_row(sizes: Sequence[int], limit: int) -> int:
+    """Return the elements of the largest kind of row with at most `limit` elements: 1, or all of the chunk perhaps."""
+    row = math.prod(sizes)
+    for size in sizes:
+        if row <= limit:
+            break
+        row //= size
+    return row

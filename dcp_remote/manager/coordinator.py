@@ -69,6 +69,11 @@ class Coordinator:
         # they run beside one.
         self.background_deletions = BackgroundDeletions(store.uncounted, retention)
 
+    @property
+    def latency_seconds(self) -> float:
+        """Latency of the store, in the last GET; 0 if the store measures none."""
+        return self._store.latency_seconds
+
     def resume_from(self, step: int) -> None:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
         self._job = self._job.after(step)

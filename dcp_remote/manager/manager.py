@@ -147,8 +147,8 @@ class CheckpointManager:
         on_error: "warn" to go on, on all ranks, after a background save that failed: the failure is logged and counted
             in `failed_saves`, and the next save is tried. Raised all the same are `FencedError`, errors of the call and
             of the state, those with `wait=True`, and by `close` that of the last save if none was committed since.
-        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for a fourteenth of the rank's bytes, which
-            are then sent at once, from 8 MiB to 64 MiB.
+        shard_bytes: Size of the shards in bytes, from 1 MiB to 64 MiB; None for 8 MiB to 64 MiB, by the bytes of the
+            rank, so that shards that are sent at once end together.
 
     Raises:
         InvalidArgumentError: The URL or an option is wrong; or only one process sees the store, and there are several

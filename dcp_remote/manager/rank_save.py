@@ -186,6 +186,7 @@ class RankSaver:
             deadline=collective.deadline.earlier(min(_TELL_SECONDS, _TELL_SHARE * task.seconds)),
             memory_budget_bytes=self._memory_budget_bytes,
             on_put=on_put,
+            latency_seconds=agreed.latency_seconds,
             discard=self.background_deletions.delete,
         ) as uploads:
             report = write_shards(

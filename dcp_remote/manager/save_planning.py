@@ -99,6 +99,7 @@ class Agreed(NamedTuple):
     ticket: SaveTicket
     plan: SavePlan  # of this rank
     planned: Planned | None  # contents of the checkpoint; None on other ranks than the coordinator
+    latency_seconds: float = 0.0  # of the store, as the coordinator measured it; 0 if unknown
 
 
 class _Request(NamedTuple):
@@ -115,6 +116,7 @@ class _Begun(NamedTuple):
 
     ticket: SaveTicket
     is_known: bool  # True if every rank writes what it wrote in the last save
+    latency_seconds: float  # of the store, which other ranks have perhaps not measured
 
 
 def require_one_kind(*, is_one_kind: bool) -> None:
@@ -179,7 +181,7 @@ class RankPlanning:
             plan = self._plan_anew(collective, planner, proposal, decisions)
             self._kept = kept = PlanCache(ticket.save_id, proposal, plan, decisions.planned)
         planner.finish_plan(kept.plan)
-        return Agreed(ticket, kept.plan, kept.planned)
+        return Agreed(ticket, kept.plan, kept.planned, begun.latency_seconds)
 
     def _plan_anew(
         self, collective: Collective, planner: RunPlanner, proposal: Proposal, decisions: _Decisions
@@ -233,7 +235,7 @@ class _Decisions:
         if isinstance(begun, Labelled):
             return begun
         is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
-        return _Begun(begun, is_known)
+        return _Begun(begun, is_known, self.coordinator.latency_seconds)
 
     def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
         """Decide which rank writes what; return the share of each rank."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dcp_remote.common.geometry import boxes_of_run, cut_chunk
-from dcp_remote.common.units import MiB
+from dcp_remote.common.geometry import boxes_of_run, cut_chunk, cut_to_fill
+from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.shard import ITEMS_PER_SHARD_MAX, SHARD_BYTES_MAX
@@ -21,6 +21,15 @@ _BUDGET_BYTES_MIN = 1 * MiB
 
 # Shards below this size take about as long for the answer as for their bytes, at 100 ms and 50 MB/s a connection.
 _SPREAD_BYTES_MIN = 8 * MiB
+
+# Multiple of the size of shards: it leaves the room that is lost where shards end at whole rows.
+_SPREAD_BYTES_STEP = 256 * KiB
+
+# Shards beyond those of `spread`: each top-level key of the state but the first may end in one more.
+_LAST_SHARDS = 2
+
+# Room in a shard for which a chunk is cut. Below it, one more piece to read costs more than the room.
+_FILL_BYTES_MIN = 1 * MiB
 
 
 def require_shard_bytes(shard_bytes: object, memory_budget_bytes: int) -> None:
@@ -39,12 +48,22 @@ def choose_shard_bytes(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -
     return min(limit, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
 
 
-def spread(size_bytes: int, shards: int, limit: int = SHARD_BYTES_MAX) -> int:
-    """Return the number of bytes of data in a shard with which bytes of a rank fill so many shards, from 8 MiB up.
+def limit_pinned(memory_budget_bytes: int, in_flight: int) -> int:
+    """Return the bytes of a shard of which so many fit into the budget as pinned memory; a power of two, from 8 MiB up.
 
-    Shards of at most this size are sent at once, so that a save of one rank takes as long as one shard of this size.
+    Pinned memory comes in powers of two: of shards of 33 MiB, a budget of 256 MiB would hold four.
     """
-    return min(limit, max(-(-size_bytes // shards), _SPREAD_BYTES_MIN))
+    return 1 << (max(memory_budget_bytes // in_flight, _SPREAD_BYTES_MIN).bit_length() - 1)
+
+
+def spread(size_bytes: int, in_flight: int, limit: int = SHARD_BYTES_MAX) -> int:
+    """Return the number of bytes of data in a shard with which a rank's shards are sent in full waves, from 8 MiB up.
+
+    A wave is as many shards as are in flight. With few large shards, the last wave would take as long as a full one.
+    """
+    waves = -(-(-(-size_bytes // limit) + _LAST_SHARDS) // in_flight)
+    step = (waves * in_flight - _LAST_SHARDS) * _SPREAD_BYTES_STEP
+    return min(limit, max(-(-size_bytes // step) * _SPREAD_BYTES_STEP, _SPREAD_BYTES_MIN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,9 @@ class Item(Generic[S]):
     sizes: tuple[int, ...]  # sizes of the chunk, in elements
     whole: bool  # True if the chunk is the whole tensor
     source: S  # bytes of the chunk, in any form; only the caller reads them
+    # True for a changed piece of an entry that is reused otherwise: cut again at each save, it would fall into ever
+    # smaller pieces.
+    keeps_bounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +104,21 @@ def pack(
     *,
     shard_bytes_max: int = SHARD_BYTES_MAX,
     items_per_shard_max: int = ITEMS_PER_SHARD_MAX,
+    fill_bytes_min: int = _FILL_BYTES_MIN,
 ) -> Iterator[list[Piece[S]]]:
     """Place items into shards. Items are drawn lazily: a shard is yielded when the first item of the next is drawn.
 
-    Chunks larger than a shard are cut into pieces of nearly equal length. The order of the items is kept, so that
-    neighbors are read together; a shard ends where the top-level key changes. The pieces of an item come in order; an
-    item without elements has none. Header and block table of a shard come on top of `shard_bytes_max`.
+    A chunk for which a shard has too little room is cut, at whole rows where these are small: its first piece fills the
+    shard, if there is room for `fill_bytes_min`, and the next ones fill a shard each. The order of the items is kept,
+    so that neighbors are read together; a shard ends where the top-level key changes. The pieces of an item come in
+    order; an item without elements has none. Header and block table of a shard come on top of `shard_bytes_max`.
     """
     shard: list[Piece[S]] = []
     filled = 0
     for number, item in enumerate(items):
-        item_bytes = ITEM_BYTES[item.dtype]
-        for start, stop in cut_chunk(item.sizes, item_bytes=item_bytes, piece_bytes_max=shard_bytes_max):
+        is_open = shard and shard[-1].item.top == item.top and len(shard) < items_per_shard_max
+        room_bytes = shard_bytes_max - filled if is_open else 0
+        for start, stop in _cut(item, room_bytes, shard_bytes_max, fill_bytes_min):
             piece = Piece(item, number, start, stop)
             full = filled + piece.length > shard_bytes_max or len(shard) >= items_per_shard_max
             if shard and (full or shard[-1].item.top != item.top):
@@ -103,6 +128,20 @@ def pack(
             filled += piece.length
     if shard:
         yield shard
+
+
+def _cut(item: Item[S], room_bytes: int, shard_bytes_max: int, fill_bytes_min: int) -> list[tuple[int, int]]:
+    """Return the first element of each piece of an item, and the one after its last."""
+    item_bytes = ITEM_BYTES[item.dtype]
+    if item.keeps_bounds:
+        return cut_chunk(item.sizes, item_bytes=item_bytes, piece_bytes_max=shard_bytes_max)
+    return cut_to_fill(
+        item.sizes,
+        item_bytes=item_bytes,
+        room_bytes=room_bytes if room_bytes >= fill_bytes_min else 0,
+        piece_bytes_max=shard_bytes_max,
+        row_bytes_max=fill_bytes_min,
+    )
 
 
 def piece_label(piece: Piece[S]) -> tuple[str, tuple[int, ...]]:

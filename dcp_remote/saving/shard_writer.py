@@ -24,11 +24,12 @@ from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
-from dcp_remote.saving.packing import pack, spread
+from dcp_remote.saving.device_copy import uses_pinned_memory
+from dcp_remote.saving.packing import limit_pinned, pack, spread
 from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
-from dcp_remote.saving.uploads import UPLOADS_IN_FLIGHT, Uploads
+from dcp_remote.saving.uploads import Uploads
 from dcp_remote.saving.write_items import Drawn, WriteItems, wait_for_sources
 from dcp_remote.serialization.files import holds_imitation
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
@@ -40,10 +41,6 @@ from dcp_remote.serialization.tensors import dtype_name
 # is bounded, because every rank reads the manifest.
 INLINE_BYTES_MAX = 16 * KiB
 INLINE_TOTAL_BYTES_MAX = 8 * MiB
-
-# Shards by which the bytes of a rank are divided: so many as are sent at once, less the last, smaller shards of the
-# top-level keys, which would be sent when the others have ended.
-_SPREAD_SHARDS = UPLOADS_IN_FLIGHT - 2
 
 
 def write_shards(
@@ -78,7 +75,11 @@ def write_shards(
     drawn = Drawn()
     if shard_bytes is None:
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
-        shard_bytes = spread(sum(map(chunk_bytes, plan.items)), _SPREAD_SHARDS, shard_bytes_max)
+        tensor_bytes = sum(map(chunk_bytes, plan.items))
+        object_bytes = sum(encoded.length_bytes for encoded in stored.values())
+        if _is_on_device(planner):
+            shard_bytes_max = min(shard_bytes_max, limit_pinned(uploads.budget_bytes, uploads.in_flight))
+        shard_bytes = spread(tensor_bytes + object_bytes, uploads.in_flight, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
         claimed_bytes = count_copied_bytes(pieces, is_state=is_state)
         uploads.claim(claimed_bytes)
@@ -91,6 +92,13 @@ def write_shards(
         )
     report = _make_report(drawn, reuse, uploads, inline)
     return replace(report, meshes=_describe_meshes(planner)) if report.rank == 0 else report
+
+
+def _is_on_device(planner: SavePlanner) -> bool:
+    """Return whether tensors of a state are copied into pinned memory before they are sent."""
+    state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
+    values = state.values() if isinstance(state, Mapping) else ()
+    return any(isinstance(value, torch.Tensor) and uses_pinned_memory(value) for value in values)
 
 
 def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:

@@ -31,6 +31,11 @@ T = TypeVar("T")
 
 # One connection to S3 carries 50 to 100 MB/s; the client needs a fraction of a core for all of them together.
 UPLOADS_IN_FLIGHT = 16
+# From this latency on, a store is far away, and so many shards are in flight, each about half as large. Two numbers and
+# none between them, or the size of the shards would differ from save to save.
+_FAR_SECONDS = 0.05
+FAR_UPLOADS_IN_FLIGHT = 32
+
 SECOND_UPLOADS_IN_FLIGHT = 2
 
 # Longest time for deleting the shards of a failed save before its error is raised: the other ranks wait meanwhile, and
@@ -73,6 +78,11 @@ class _Job(Generic[T]):
     over: bool = False  # stored, or failed
 
 
+def uploads_in_flight(latency_seconds: float) -> int:
+    """Return how many shards to send at a time to a store that answers after this time. Pure."""
+    return FAR_UPLOADS_IN_FLIGHT if latency_seconds >= _FAR_SECONDS else UPLOADS_IN_FLIGHT
+
+
 class Uploads(Generic[T]):
     """Uploads of one rank's shards in one save, several at a time.
 
@@ -86,8 +96,9 @@ class Uploads(Generic[T]):
 
     `on_put` is called with key and size in bytes of each object that was put, in the thread that put it, for a progress
     bar; an error that it raises fails the save. `discard` is called from any thread, instead of deleting, with the keys
-    of the objects to delete. `clock`, in seconds, is for `seconds` and for detecting late puts; `pace` has the
-    latencies of the store, or is None for those that this process has measured.
+    of the objects to delete. `latency_seconds` is that of the store, 0 if unknown. `clock`, in seconds, is for
+    `seconds` and for detecting late puts; `pace` has the latencies of puts, or is None for those that this process has
+    measured.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class Uploads(Generic[T]):
         deadline: Deadline,
         memory_budget_bytes: int,
         on_put: Callable[[str, int], None] | None = None,
+        latency_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         pace: LatencyTracker | None = None,
         discard: Callable[[Sequence[str]], None] | None = None,
@@ -118,14 +130,15 @@ class Uploads(Generic[T]):
             Deadline(deadline.remaining_seconds(), self._cancellation.clock),
             on_retry=self._count_retry,
         )
-        self._budget_bytes = memory_budget_bytes
+        self.budget_bytes = memory_budget_bytes
         self._claimed_bytes = 0
         self._unfinished = 0
         self._sent_twice = 0
         # Seconds that each put took, by key, including its attempts and the pauses between them.
         self.seconds: dict[str, float] = {}
         self._changed = threading.Condition()
-        self._pool = Workers(UPLOADS_IN_FLIGHT, "dcp_remote-upload")
+        self.in_flight = uploads_in_flight(latency_seconds)
+        self._pool = Workers(self.in_flight, "dcp_remote-upload")
         self._second_pool = Workers(SECOND_UPLOADS_IN_FLIGHT, "dcp_remote-upload-again")
         self._jobs: list[_Job[T]] = []
         self._failure: tuple[str, BaseException] | None = None  # key and error of the first failure
@@ -153,9 +166,9 @@ class Uploads(Generic[T]):
 
         A claim of 0 bytes does not wait: it only raises if the save has failed or its deadline has passed.
         """
-        size_bytes = min(size_bytes, self._budget_bytes)
+        size_bytes = min(size_bytes, self.budget_bytes)
         with self._changed:
-            while self._claimed_bytes and self._claimed_bytes + size_bytes > self._budget_bytes:
+            while self._claimed_bytes and self._claimed_bytes + size_bytes > self.budget_bytes:
                 self._wait()
             self._raise_if_over()
             self._claimed_bytes += size_bytes
@@ -278,7 +291,7 @@ class Uploads(Generic[T]):
         # Without this, the bytes of all shards would stay in memory until the last is sent.
         job.prepared = None
         job.prepare = None
-        self._claimed_bytes -= min(job.claimed_bytes, self._budget_bytes)
+        self._claimed_bytes -= min(job.claimed_bytes, self.budget_bytes)
         self._unfinished -= 1
         self._changed.notify_all()
 

@@ -243,13 +243,14 @@ def _split_segments(item: Item[Source]) -> Iterator[Item[Source]]:
 
 
 def _narrow_item(item: Item[Source], box: Box) -> Item[Source]:
-    """Return a box of an item, as a view."""
+    """Return a box of an item, as a view; a box of a changed piece, which keeps its bounds."""
     source = item.source
     return replace(
         item,
         offsets=tuple(a + b for a, b in zip(item.offsets, box.offsets, strict=True)),
         sizes=box.sizes,
         whole=False,
+        keeps_bounds=True,
         source=narrow(source.detach(), box)
         if isinstance(source, torch.Tensor)
         else source[box.offsets[0] : box.offsets[0] + box.sizes[0]],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from dcp_remote.common.deadline import Deadline
@@ -45,7 +45,13 @@ def find_unproven_server(endpoint_url: str | None, bucket: str, *, known_hosts: 
     return None if host is None or f".{host}".endswith(known_hosts) else f"{endpoint_url} {bucket}"
 
 
-def require_conditional_writes(store: ObjectStore, deadline: Deadline, *, swaps: bool) -> None:
+def require_conditional_writes(
+    store: ObjectStore,
+    deadline: Deadline,
+    *,
+    swaps: bool,
+    clean_up: Callable[[Callable[[], None]], object] = lambda delete: delete(),
+) -> None:
     """Refuse a read-only store, and a server that carries out a put although its condition fails.
 
     Called before the first conditional put.
@@ -55,6 +61,7 @@ def require_conditional_writes(store: ObjectStore, deadline: Deadline, *, swaps:
     small object stays, which nothing ever reads.
 
     With `swaps`, the comparison of versions (`If-Match`) is probed too, and not only of absence (`If-None-Match`).
+    `clean_up` is given the DELETE of a probe that has passed, to send it when it likes: within five seconds.
 
     Raises:
         InvalidArgumentError: The store is read-only; no request was sent.
@@ -79,9 +86,11 @@ def require_conditional_writes(store: ObjectStore, deadline: Deadline, *, swaps:
             raise _ignored("If-None-Match", store, server)
         if swaps and not refuses(_STALE):
             raise _ignored("If-Match", store, server)
-    finally:
+    except BaseException:
         _delete(store, key, deadline)
+        raise
     _proven.update((server, header) for header in wanted)
+    clean_up(lambda: _delete(store, key, deadline))
 
 
 def _refuses(store: ObjectStore, key: str, condition: Condition, deadline: Deadline) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.common.arrays import concat_ranges, group_offsets, sorted_unique
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk, find_single_run, runs_of_box
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk, cut_to_fill, find_single_run, runs_of_box
 
 SIZES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -125,6 +125,39 @@ def test_cut_chunk(sizes: tuple[int, ...], item_bytes: int, piece_bytes_max: int
     assert all(start % row == 0 for start, _ in pieces)
     assert max(lengths) - min(lengths) <= row
     assert len(pieces) == -(-(elements // row) // (piece_bytes_max // item_bytes // row)), "as few as rows allow"
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(16, 300),
+    st.integers(0, 300),
+    st.integers(1, 300),
+)
+def test_cut_to_fill(
+    sizes: tuple[int, ...], item_bytes: int, piece_bytes_max: int, room_bytes: int, row_bytes_max: int
+) -> None:
+    """Pieces are consecutive, and as long as the room, then as a piece may be, less than a row shorter."""
+    room_bytes = min(room_bytes, piece_bytes_max)
+    pieces = cut_to_fill(
+        sizes,
+        item_bytes=item_bytes,
+        room_bytes=room_bytes,
+        piece_bytes_max=piece_bytes_max,
+        row_bytes_max=row_bytes_max,
+    )
+    assert [n for start, stop in pieces for n in range(start, stop)] == list(range(math.prod(sizes)))
+    rows = [math.prod(sizes[dimension:]) for dimension in range(len(sizes) + 1)]
+    row_bytes = max((r * item_bytes for r in rows if r * item_bytes <= min(row_bytes_max, piece_bytes_max)), default=0)
+    row_bytes = row_bytes or item_bytes
+    assert all(start * item_bytes % row_bytes == 0 for start, _ in pieces)
+    lengths = [(stop - start) * item_bytes for start, stop in pieces]
+    if room_bytes >= row_bytes and lengths:
+        first = lengths.pop(0)
+        assert first <= room_bytes
+        assert not lengths or first > room_bytes - row_bytes
+    assert all(0 < length <= piece_bytes_max for length in lengths)
+    assert all(length > piece_bytes_max - row_bytes for length in lengths[:-1])
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 5)), max_size=8))

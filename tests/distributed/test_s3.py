@@ -91,11 +91,12 @@ def test_a_save_of_one_shard_is_three_requests(s3_server: S3Server, proxy: Scrip
     """
     url, options = f"s3://{bucket}/one", behind(proxy, s3_server)
     save(f"s3://{bucket}/first", options)
-    probe, again = proxy.requests[1:3]
+    probe, again, shard, manifest = (request for request in proxy.requests if request.method == "PUT")
     assert probe.path == again.path
     assert "/first/dcp-remote-probes/" in probe.path
     assert probe.headers["if-none-match"] == again.headers["if-none-match"] == "*"
-    assert [request.method for request in proxy.requests] == ["GET", "PUT", "PUT", "POST", "PUT", "PUT"]
+    assert sent([shard, manifest], bucket) == ["PUT first/shards/00000", "PUT first/manifest.json"]
+    assert sorted(request.method for request in proxy.requests) == ["GET", "POST", "PUT", "PUT", "PUT", "PUT"]
     proxy.requests.clear()
     save(url, options)
     look, shard, manifest = proxy.requests

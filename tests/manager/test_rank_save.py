@@ -106,7 +106,7 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
         def gather(self, value: Any, decide: object) -> Any:
             told.append(len(pickle.loads(pickle.dumps(value.unclear))))
             saver._give_up(_LostCoordinator(), begun[1], ("shards/a",))  # type: ignore[arg-type]
-            return SimpleNamespace(ticket=begun[1], is_known=True)
+            return SimpleNamespace(ticket=begun[1], is_known=True, latency_seconds=0.0)
 
     for _ in range(2):
         saver._planning.agree(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]  # has what `agree` uses

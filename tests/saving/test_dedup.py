@@ -416,14 +416,29 @@ def test_other_order_and_other_budget(source: From) -> None:
     assert run.save([turned], source, shard_bytes_max=MiB).put_pieces == {}
     flip(state["b"], 5)
     second = run.save([turned], source, shard_bytes_max=100 * KiB)
-    assert second.put_pieces == {"b": 256 * KiB}
+    assert second.put_pieces == {"b": 300 * KiB}
     lengths = [second.manifest.pieces.length[p] for p in second.pieces()["b"]]
-    assert sorted(lengths)[-3:] == [256 * KiB] * 3
-    assert len(lengths) == 6
+    assert sorted(lengths) == [100 * KiB] * 3 + [124 * KiB] + [300 * KiB] * 2
     state["c"].zero_()
     third = run.save([state], source, shard_bytes_max=2 * MiB)
     assert third.put_pieces == {"c": MiB}
     assert len(third.pieces()["c"]) == 1, "a tensor that changed everywhere is cut anew"
+
+
+@BOTH
+def test_pieces_that_fill_a_shard_keep_their_bounds(source: From) -> None:
+    """Tensors of 3 MiB are cut to fill shards of 4 MiB; what changes of a cut tensor is sent in its bounds, thrice."""
+    tensors = {name: noise(768, 1024, number=n) for n, name in enumerate("abc")}
+    run = Run()
+    lengths = run.save([{"m": tensors}], shard_bytes_max=4 * MiB).manifest.pieces.length.tolist()
+    assert lengths == [3 * MiB, 1 * MiB, 2 * MiB, 2 * MiB, 1 * MiB]
+    for step in range(3):
+        flip(tensors["a"], step)
+        flip(tensors["b"], 2 * MiB + step)
+        flip(tensors["c"], step)
+        saved = run.save([{"m": tensors}], source, shard_bytes_max=4 * MiB)
+        assert saved.put_pieces == {"m.a": 3 * MiB, "m.b": 2 * MiB, "m.c": 2 * MiB}
+        assert sorted(saved.manifest.pieces.length.tolist()) == sorted(lengths)
 
 
 @pytest.mark.torture

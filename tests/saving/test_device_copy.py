@@ -7,6 +7,7 @@ never seen on a GPU.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import threading
@@ -28,6 +29,7 @@ from dcp_remote.serialization.tensors import copy_elements, dtype_name, element_
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.strategies import DTYPES, LAYOUTS, random_whole
+from tests.support.threads import PATIENCE_SECONDS, HookedStore
 
 NEVER_STORED = 0xA5
 
@@ -224,6 +226,20 @@ def test_a_state_on_a_device_is_saved_within_the_budget(copier: SlowCopier) -> N
     dcp.load(found, storage_reader=RemoteReader(store), no_dist=True)
     assert found.pop("name") == expected.pop("name")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_as_many_shards_are_sent_at_once_as_may_be_in_flight(copier: SlowCopier) -> None:
+    """Let sixteen puts of 136 MiB on a device wait for each other, with pinned memory of 128 MiB."""
+    barrier = threading.Barrier(16)
+    puts = itertools.count()
+
+    def before(key: str) -> None:
+        if next(puts) < 16:
+            barrier.wait(PATIENCE_SECONDS)
+
+    writer = RemoteWriter(HookedStore(MemoryStore(), before), memory_budget_bytes=128 * MiB)
+    dcp.save({"w": torch.zeros(34 * MiB)}, storage_writer=writer, no_dist=True)
+    assert copier.pinned_max == 128 * MiB
 
 
 # ---- how CUDA is called

@@ -36,9 +36,20 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def uploads_to(
-    store: ObjectStore, *, budget_bytes: int = 1000, clock: Callable[[], float] = lambda: 0.0, seconds: float = 1800
+    store: ObjectStore,
+    *,
+    budget_bytes: int = 1000,
+    clock: Callable[[], float] = lambda: 0.0,
+    seconds: float = 1800,
+    latency_seconds: float = 0.0,
 ) -> Uploads[int]:
-    return Uploads(store, rank=7, deadline=Deadline(seconds, clock), memory_budget_bytes=budget_bytes)
+    return Uploads(
+        store,
+        rank=7,
+        deadline=Deadline(seconds, clock),
+        memory_budget_bytes=budget_bytes,
+        latency_seconds=latency_seconds,
+    )
 
 
 def ready(buffers: list[Buffer], number: int) -> Prepared[int]:
@@ -49,9 +60,9 @@ def sending(number: int) -> Callable[[], Prepared[int]]:
     return lambda: ready([b"x" * number, b"y"], number)
 
 
-def upload(store: ObjectStore, *keys: str) -> list[int]:
+def upload(store: ObjectStore, *keys: str, latency_seconds: float = 0.0) -> list[int]:
     """Save once, and put these keys."""
-    with uploads_to(store) as uploads:
+    with uploads_to(store, latency_seconds=latency_seconds) as uploads:
         for number, key in enumerate(keys):
             uploads.submit(key, sending(number), claimed_bytes=0)
         return uploads.finish()
@@ -132,15 +143,17 @@ def test_a_claim_waits_for_room() -> None:
         uploads.finish()
 
 
-def test_uploads_in_flight() -> None:
-    """Let as many puts meet at a barrier as may be in flight."""
-    barrier = threading.Barrier(UPLOADS_IN_FLIGHT)
+@pytest.mark.parametrize(("latency_seconds", "at_a_time"), [(0.0, 16), (0.04, 16), (0.05, 32), (2.0, 32)])
+def test_uploads_in_flight(latency_seconds: float, at_a_time: int) -> None:
+    """Let as many puts meet at a barrier as may be in flight; more of them where the store is far."""
+    barrier = threading.Barrier(at_a_time)
 
     def before(key: str) -> None:
         barrier.wait(PATIENCE_SECONDS)
 
-    count = 2 * UPLOADS_IN_FLIGHT
-    assert upload(HookedStore(MemoryStore(), before), *(f"k{n}" for n in range(count))) == list(range(count))
+    keys = [f"k{n}" for n in range(2 * at_a_time)]
+    store = HookedStore(MemoryStore(), before)
+    assert upload(store, *keys, latency_seconds=latency_seconds) == list(range(len(keys)))
 
 
 def test_a_failure_removes_everything() -> None:

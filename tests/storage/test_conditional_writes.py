@@ -5,10 +5,12 @@ The servers are a `MemoryStore` whose conditions are dropped, and a small S3 ser
 
 from __future__ import annotations
 
+import itertools
 import re
+import threading
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -32,12 +34,15 @@ from dcp_remote.run.recovery import recover
 from dcp_remote.storage import MemoryStore, ObjectStore, open_store
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.storage.conditional_writes import PROBES_PREFIX, require_conditional_writes
-from dcp_remote.storage.wrapper import Verb, WrappedStore
+from dcp_remote.storage.wrapper import Request, Verb, WrappedStore
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore, nth
 from dcp_remote.testing.wrappers import Lost
 from tests.support.clouds import always, error_body, open_s3, open_s3fs
 from tests.support.runs import a_run, steps
 from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
+from tests.support.threads import opened
+
+_Answer = TypeVar("_Answer")
 
 BOTH = frozenset({"If-None-Match", "If-Match"})
 
@@ -222,6 +227,58 @@ def test_nothing_is_written(act: Callable[[ObjectStore], None], ignored: str) ->
     with pytest.raises((StorageError, dcp.CheckpointException), match="ignores the condition"):
         act(store)
     assert keys(memory) == set()
+
+
+class FarStore(LaxStore):
+    """Unknown server in a cloud: the GET waits for the second PUT of a probe, and the DELETE for that of a shard."""
+
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+
+    def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store)
+        self.probes = itertools.count(1)
+        self.is_probed, self.is_uploading = threading.Event(), threading.Event()
+
+    def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+        if request.verb == "get":
+            opened(self.is_probed)
+        elif request.verb == "delete":
+            opened(self.is_uploading)
+        elif request.key.startswith(PROBES_PREFIX) and next(self.probes) == 2:
+            self.is_probed.set()
+        elif request.key.startswith("shards/"):
+            self.is_uploading.set()
+        return super()._request(request, send)
+
+
+def test_a_probe_of_a_far_server_runs_beside_the_save() -> None:
+    """Save: the manifest is read beside the probe, whose object is deleted beside the upload, and before the end."""
+    memory = MemoryStore()
+    store = RecordingStore(FarStore(memory))
+    save(store)
+    assert sorted(verb for verb, _ in store.calls) == ["delete", "get", "put", "put", "put", "put"]
+    assert [key for key in keys(memory) if key.startswith(PROBES_PREFIX)] == []
+
+
+def test_a_checkpoint_that_exists_is_told_although_the_probe_fails() -> None:
+    """Save over a checkpoint, on a server that ignores conditions: refused as a checkpoint that exists."""
+    memory = MemoryStore()
+    save(memory)
+    with pytest.raises(dcp.CheckpointException, match="Checkpoint already exists"):
+        save(LaxStore(memory, *BOTH))
+
+
+def test_without_a_thread_a_probe_is_deleted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no thread start: the object is deleted before the upload."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory = MemoryStore()
+    store = RecordingStore(LaxStore(memory))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    save(store)
+    assert [verb for verb, _ in store.calls] == ["put", "put", "delete", "get", "put", "put"]
 
 
 def test_an_overwrite_compares_versions() -> None:

@@ -132,7 +132,7 @@ class CloudStore(PlacedStore):
 
     @property
     def latency_seconds(self) -> float:
-        """Seconds until the last `get` was answered, without its body; 0 before the first. Not part of the contract."""
+        """Seconds until the last `get` was answered, without its body, or failed; 0 at first. Not in the contract."""
         return self._bucket.latency_seconds
 
     def child(self, prefix: str) -> CloudStore:
@@ -161,8 +161,10 @@ class CloudStore(PlacedStore):
         def request() -> Content:
             client = self._clients.get(download=True, size_bytes=max(limit_bytes, _DOCUMENT_BYTES))
             began_seconds = time.monotonic()
-            result = obstore.get(client, path)
-            self._bucket.latency_seconds = time.monotonic() - began_seconds
+            try:
+                result = obstore.get(client, path)
+            finally:  # also if nothing is there, as before the first save
+                self._bucket.latency_seconds = time.monotonic() - began_seconds
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
                 raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)

@@ -29,7 +29,7 @@ from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import S3Server
-from tests.support.clouds import OBJECT_HEADERS, VERBS, S3Suite, is_direct, listing, open_s3
+from tests.support.clouds import OBJECT_HEADERS, VERBS, S3Suite, always, is_direct, listing, open_s3
 from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServer, scripted_server
 
 
@@ -107,6 +107,16 @@ def test_a_short_object_without_codes_of_s3(status: int) -> None:
 
     with scripted_server(answer) as server, pytest.raises(CorruptCheckpointError, match="ends before the range"):
         open_on(server).get_into("key", 2, memoryview(bytearray(4)))
+
+
+def test_the_latency_is_known_after_a_get_of_nothing() -> None:
+    """Look for an object that is not there, as each first save does."""
+    with scripted_server(always(404, "NoSuchKey")) as server:
+        store = open_s3(server.endpoint_url)
+        assert store.latency_seconds == 0
+        with pytest.raises(ObjectNotFoundError):
+            store.child("one").get("manifest.json", limit_bytes=100)
+        assert store.latency_seconds > 0
 
 
 def test_an_address_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

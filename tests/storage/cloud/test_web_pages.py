@@ -11,6 +11,7 @@ from dcp_remote import CheckpointManager, RemoteWriter, latest, load, plain_erro
 from dcp_remote.cli import main
 from dcp_remote.errors import CorruptCheckpointError, StorageError
 from dcp_remote.storage.cloud.errors import is_web_page
+from dcp_remote.storage.conditional_writes import PROBES_PREFIX
 from tests.support.clouds import OBJECT_HEADERS
 from tests.support.scripted_server import HttpAnswer, ScriptedServer, scripted_server
 
@@ -42,7 +43,10 @@ CALLS: Mapping[str, Callable[[Mapping[str, object]], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_web_page_is_no_checkpoint(call: str, console: ScriptedServer) -> None:
-    """Every way to ask names the endpoint, and advises neither to delete nor to recover anything."""
+    """Every way to ask names the endpoint, and advises neither to delete nor to recover anything.
+
+    `dcp.save` has sent a probe, and nothing else.
+    """
     with pytest.raises(StorageError, match="The endpoint answers with a web page") as caught:
         CALLS[call]({"endpoint_url": console.endpoint_url, **KEYS})
     text = str(caught.value)
@@ -50,7 +54,9 @@ def test_a_web_page_is_no_checkpoint(call: str, console: ScriptedServer) -> None
     assert "MinIO's console has a port of its own" in text
     assert "delete" not in text
     assert "recover" not in text
-    assert not any(request.method in ("PUT", "DELETE") for request in console.requests)
+    changes = [request for request in console.requests if request.method in ("PUT", "DELETE")]
+    assert [request for request in changes if f"/{PROBES_PREFIX}" not in request.path] == []
+    assert not changes or call == "dcp.save"
 
 
 @pytest.mark.parametrize("command", ["ls", "recover"])
