@@ -586,9 +586,9 @@ class CheckpointManager:
         by averaged weights that are put in for an evaluation, by an optimizer that is not watched, or by a step in a
         CUDA graph, which calls no hooks, needs a call of `before_update` before. Without it, the save fails with a
         `SaveFailedError` that names a tensor: version counters of tensors, and samples of their bytes, are compared
-        until the commit (samples on a GPU until the copies have ended). A change of few bytes that raises no counter is
-        not noticed: by way of `.data`, by a fused optimizer that is not watched, by another process, or by a kernel
-        that is given raw pointers. Each save fails if a forward pass changes weights, as of an `Embedding` with
+        until the commit (samples on a GPU until the copies have ended). Of a part of a tensor, a change that raises no
+        counter is not noticed, and the checkpoint may hold a mix: by way of `.data`, by a fused optimizer that is not
+        watched, by another process, or by a kernel that is given raw pointers. Each save fails if a forward pass changes weights, as of an `Embedding` with
         `max_norm`, or if gradients lie in the storage of weights.
 
         Args:

@@ -236,6 +236,7 @@ class RankSaver:
                 staging=task.staging_seconds,
                 planning=uploading_seconds - task.staged_seconds,
                 uploading=time.monotonic() - uploading_seconds,
+                copying=task.late.waited_seconds if task.late is not None else 0.0,
             ),
             slowest_shard=SlowShard(own.slowest_shard, own.slowest_seconds, self._ranks.rank)
             if own.slowest_shard

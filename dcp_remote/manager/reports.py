@@ -26,6 +26,7 @@ class Seconds:
             including the wait of early ranks for late ones.
         uploading: Upload of this rank's shards.
         committing: Commit, from the last rank's upload until the checkpoint exists; 0 on ranks that do not commit.
+        copying: Wait of the update behind the save for copies that end later; blocks training beside the phases above.
     """
 
     waiting: float = 0.0
@@ -33,16 +34,17 @@ class Seconds:
     planning: float = 0.0
     uploading: float = 0.0
     committing: float = 0.0
+    copying: float = 0.0
 
     @property
     def blocked(self) -> float:
         """Seconds for which a save in the background blocked training."""
-        return self.waiting + self.staging
+        return self.waiting + self.staging + self.copying
 
     @property
     def total(self) -> float:
         """Seconds from the call until the checkpoint existed."""
-        return self.blocked + self.planning + self.uploading + self.committing
+        return self.waiting + self.staging + self.planning + self.uploading + self.committing
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,7 @@ def combine(figures: Sequence[RankFigures], *, step: int, save_id: str, total_by
             planning=late.seconds.planning,
             uploading=max(part.seconds.uploading for part in figures),
             committing=max(part.seconds.committing for part in figures),
+            copying=late.seconds.copying,
         ),
         requests=sum(part.requests for part in figures),
         retries=sum(part.retries for part in figures),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -98,6 +99,7 @@ class LateCopies:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._from_devices: list[_FromDevice] = []
         self._changed: str | None = None
+        self.waited_seconds = 0.0  # for which `protect` kept training from its update
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage is to be copied late."""
@@ -180,6 +182,9 @@ class LateCopies:
         Copies from the CPU have ended then. Those from a device may go on: its current stream waits for them.
         """
         with self._lock:
+            began_seconds = (
+                time.monotonic()
+            )  # not before: a compiled step traces up to the lock, and warns of this call
             keys = [key for key in self._seen if storages is None or key in storages]
             self._look(keys)
         for key in keys:
@@ -191,6 +196,7 @@ class LateCopies:
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)
+            self.waited_seconds += time.monotonic() - began_seconds
 
     def require_unchanged(self) -> None:
         """Raise if a tensor was changed since `save`, other than after `protect`; called again before the commit.

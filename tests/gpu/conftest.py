@@ -13,4 +13,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if DEVICE == "cuda" and not torch.cuda.is_available():
         for item in items:
             if "tests/gpu/" in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+                item.add_marker(
+                    pytest.mark.skip(reason="torch sees no GPU; on a machine that has one: make TORCH=torch test-gpu")
+                )

@@ -188,6 +188,24 @@ def save_as_rank(
     checkpoints.save(step, {"model": model, "optim": optimizer}, wait=wait)
 
 
+def test_the_wait_of_a_step_for_the_copies_is_in_the_report(held_back: HeldBack) -> None:
+    """It blocks training, though not the call of `save`."""
+    model, optimizer = trained()
+    with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
+        checkpoints.watch(optimizer)
+        for is_in_the_way in (True, False):
+            held_back.release.clear()
+            checkpoints.save(1 + (not is_in_the_way), {"model": model, "optim": optimizer})
+            if is_in_the_way:
+                train(model, optimizer)
+            held_back.release.set()
+            checkpoints.wait()
+            assert checkpoints.last_save is not None
+            seconds = checkpoints.last_save.seconds
+            assert (seconds.copying > 0) == is_in_the_way
+            assert seconds.blocked == seconds.waiting + seconds.staging + seconds.copying
+
+
 def test_all_is_copied_at_once_without_a_watched_optimizer(held_back: HeldBack) -> None:
     model, optimizer = trained()
     state = {"model": model, "optim": optimizer}
