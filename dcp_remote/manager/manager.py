@@ -588,8 +588,8 @@ class CheckpointManager:
         `SaveFailedError` that names a tensor: version counters of tensors, and samples of their bytes, are compared
         until the commit (samples on a GPU until the copies have ended). Of a part of a tensor, a change that raises no
         counter is not noticed, and the checkpoint may hold a mix: by way of `.data`, by a fused optimizer that is not
-        watched, by another process, or by a kernel that is given raw pointers. Each save fails if a forward pass changes weights, as of an `Embedding` with
-        `max_norm`, or if gradients lie in the storage of weights.
+        watched, by another process, or by a kernel that is given raw pointers. Each save fails if a forward pass
+        changes weights, as of an `Embedding` with `max_norm`, or if gradients lie in the storage of weights.
 
         Args:
             optimizer: Optimizer of torch, or one around it, as of accelerate. The manager holds no reference to it, and

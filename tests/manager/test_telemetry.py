@@ -492,7 +492,6 @@ def test_the_table_and_the_docstring_name_everything(collected: Collected) -> No
     observe(collected.telemetry)
     for operation, report in (("save", SAVED), ("load", LOADED)):
         for phase in fields(report.seconds)[:5]:  # `copying` goes on beside the others, and is no span
-        for phase in fields(report.seconds):
             with running.phase(phase.name):
                 pass
         running.end(report)
