@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from dcp_remote import CheckpointManager, Files, ModelState, Opaque, PerRank, RandomStates, is_remote
 from dcp_remote.common.temporary_folder import TemporaryFolder
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import ENGINE_KEY, keep_only, leave_out
@@ -155,12 +155,13 @@ class RemoteRun:
             self.url,
             step,
             lambda: self._collect(trainer, step, write_own_files),
+        if is_needed and self._settings.get("when_busy") == "skip":
+            self.manager.wait()  # so that no save is under way, for which this one would be left out
             settings=self._settings,
             owners={"trainer": trainer},
             watched=[unwrap_optimizer(trainer.optimizer)] if overlaps else [],
             name=f"checkpoint-{step}",
             metrics=metrics_of(trainer.state),
-            wait=is_needed and self._settings.get("when_busy") == "skip",
         )
         if not overlaps:
             self.end_copies()
@@ -330,7 +331,13 @@ class RemoteRun:
         manager = self.manager if self.has_url(url) else self._manager_of(runs.split_path(url).run_url)
         name = url.rpartition("/")[2]
         logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
-        runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
+        try:
+            runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
+        except CheckpointNotFoundError:
+            if self._settings.get("on_error") != "warn":
+                raise
+            # Its save has failed, here or in the job from which this one was resumed.
+            logger.warning("%s: there is no %s; the model stays as it was trained last", manager.url, name)
 
     def _locate(self, resume_from: Any) -> tuple[CheckpointManager, str | int | None]:
         """Return the manager of the run to resume from, and the step or name of the checkpoint; None is the newest."""
