@@ -195,7 +195,14 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
             "settings": {"notice_seconds": 60},
             "arguments": {**given, "max_steps": 50, "save_steps": 100},
         },
-        "overlapped": {"url": f"{bucket_url}/overlapped", "is_quiet": True, "arguments": given},
+        "overlapped": {
+            "url": f"{bucket_url}/overlapped",
+            "is_quiet": True,
+            "arguments": given,
+            "then": {"url": f"{bucket_url}/overlapped", "resume": True, "arguments": {**given, "max_steps": 8}},
+        },
+        "normed": {"url": f"{bucket_url}/normed", "is_quiet": True, "max_norm": 0.1, "arguments": given},
+        "constrained": {"url": f"{bucket_url}/constrained", "is_quiet": True, "oft": True, "arguments": given},
         "enabled": {"url": f"{bucket_url}/enabled", "is_enabled": True, "is_users": True, "arguments": given},
     }
     (reports,) = train(**jobs).reports
@@ -234,6 +241,11 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
     # Of users' code that may change weights between a save and the next step, the state is copied before.
     assert [count > 20 for count in reports["overlapped"]["late_copies"]] == [True, True]
     assert first["late_copies"] == []
+    # So it is where the forward pass changes weights; where an optimizer of an earlier trainer is watched, the save
+    # waits for the copies.
+    assert reports["normed"]["late_copies"] == reports["constrained"]["late_copies"] == []
+    assert reports["overlapped"]["then"]["step"] == 8
+    assert [count > 10 for count in reports["overlapped"]["then"]["late_copies"]] == [True, True]
 
     # SIGTERM saves and stops.
     step = reports["noticed"]["step"]

@@ -164,6 +164,13 @@ def make_trained_model(options: dict[str, Any]) -> Any:
         load_weights(model, options["weights_from"])
     if options.get("has_another_parameter"):
         model.another = torch.nn.Parameter(torch.zeros(3))
+    if options.get("max_norm"):
+        model.get_input_embeddings().max_norm = options["max_norm"]
+    if options.get("oft"):
+        from peft import OFTConfig, get_peft_model
+
+        oft = OFTConfig(oft_block_size=4, coft=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(model, oft)
     if options.get("lora"):
         from peft import LoraConfig, get_peft_model
 
@@ -184,7 +191,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
         if options.get("is_enabled"):
             enable(options["url"])
         trainer = (UsersTrainer if options.get("is_users") else Trainer)(
-            model=make_trained_model(options),
+            model=options.get("model") or make_trained_model(options),
             args=make_arguments(mode, options, output),
             train_dataset=data,
             eval_dataset=data[:8],
@@ -225,6 +232,8 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
             "wrapped": type(trainer.model_wrapped).__name__,
         }
     shutil.rmtree(output, ignore_errors=True)
+    if options.get("then"):  # as in a notebook: another trainer of this model, while the first one is alive
+        result["then"] = train(mode, {**options["then"], "model": trainer.model})
     return result
 
 
