@@ -53,7 +53,7 @@ def save_state(
     overwrite: bool = False,
     names: Sequence[str] = (),
     **settings: Any,
-) -> str:
+) -> str | None:
     """Save the state of an accelerator in the background, as one checkpoint of a run; every rank calls this.
 
     Saved are all models, optimizers, schedulers and data loaders that `prepare` has returned, the scaler, the random
@@ -73,7 +73,7 @@ def save_state(
         settings: Keyword arguments of `CheckpointManager` for the run, such as `retention` and `storage_options`.
 
     Returns:
-        The URL.
+        The URL; None if the save was left out (`when_busy`), or failed before this function returned (`on_error`).
 
     Raises:
         InvalidArgumentError: The URL names no checkpoint in a run, its name ends in no number and there is no `step`,
@@ -91,7 +91,7 @@ def save_state(
             )
         step = int(number[0])
     _require_supported(accelerator, accelerator._save_model_state_pre_hook)
-    runs.save_step(
+    is_begun = runs.save_step(
         path.run_url,
         step,
         lambda: _saved_state(accelerator),
@@ -102,7 +102,7 @@ def save_state(
         wait=wait,
     )
     accelerator.project_configuration.iteration += 1
-    return url
+    return url if is_begun else None
 
 
 @framework_words(_WORDS)

@@ -117,6 +117,7 @@ class RemoteStrategy(RunStrategy):
         self._saved_place: tuple[str, int] | None = None
         self._saved_names: set[str] = set()
         self._is_weights_alone = False
+        self._failed_saves = 0  # before the last save
         self._removals = Removals(self._manager)
 
     @property
@@ -206,13 +207,17 @@ class RemoteStrategy(RunStrategy):
     @framework_words(_WORDS)
     def _save(self, trainer: Any, url: str, *, weights_only: bool) -> None:
         path = self._path_of(url)
-        self._manager(path.run_url).wait()
+        manager = self._manager(path.run_url)
+        manager.wait()
+        failed_saves, self._failed_saves = self._failed_saves, manager.failed_saves
         step = trainer.global_step
         assert isinstance(path.checkpoint, str)
         if self.is_global_zero:
             self._removals.carry_out(path, step)
         if self._saved_place != (path.run_url, step):
             self._saved_place, self._saved_names, self._is_weights_alone = (path.run_url, step), set(), weights_only
+        elif self._failed_saves > failed_saves:
+            self._is_weights_alone = True  # perhaps: a whole save that was to replace the weights has failed
         self._saved_names.add(path.checkpoint)
         # A checkpoint of weights alone has no optimizer: a whole one of the same step takes its place and its names.
         is_replacing = self._is_weights_alone and not weights_only

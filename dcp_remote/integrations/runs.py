@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,8 @@ from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidAr
 from dcp_remote.integrations.entries import keep_only, keep_used
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +218,18 @@ def save_step(
     manager = manager_of(run_url, **settings)
     for optimizer in watched:
         manager.watch(optimizer)
+    skipped_saves = manager.skipped_saves
     is_begun = manager.save(step, make_state, exist_ok=exist_ok, **options)
     if is_begun:
         note_step(run_url, step, **owners)
+    is_main = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+    if manager.skipped_saves > skipped_saves and is_main:
+        # Frameworks have no return value for this, and the manager logs the first one alone.
+        logger.warning(
+            "%s: the save of step %d was left out (name: %s), since another is under way. Before a save that must not "
+            "be, call dcp_remote.integrations.runs.wait_for_saves() on all ranks.",
+            *(run_url, step, options.get("name")),
+        )
     return is_begun
 
 

@@ -84,7 +84,6 @@ class RemoteCheckpointManager(CheckpointManager):
             settings["retention"] = Retention(keep_last=config.keep_latest_k, keep_named=False)
         self._run = RunManager(self.folder, **settings)
         self._storage = storage_of(settings)
-        self._is_skipping = settings.get("when_busy") == "skip"
         # torchtitan's own loading would look for checkpoints there by fsspec; it is asked only if the run has none.
         self.folder = ""
 
@@ -100,9 +99,9 @@ class RemoteCheckpointManager(CheckpointManager):
                 self._run.watch(optimizer)
         is_export = last_step and self.last_save_model_only
         state = self._export if is_export else lambda: self._named(self.states)
-        # Awaited, since the last save must not be left out.
-        wait: Any = True if last_step and self._is_skipping else "begun"
-        return self._run.save(curr_step, state, name=f"step-{curr_step}", exist_ok=True, wait=wait)
+        if last_step:
+            self._run.wait()  # so that no save is under way, for which this one would be left out (`when_busy`)
+        return self._run.save(curr_step, state, name=f"step-{curr_step}", exist_ok=True, wait="begun")
 
     @framework_words(_WORDS)
     @torch.no_grad()

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import transformers
 from transformers import TrainerCallback
 
 from dcp_remote import CheckpointManager, Files, ModelState, Opaque, PerRank, RandomStates, is_remote
 from dcp_remote.common.temporary_folder import TemporaryFolder
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import ENGINE_KEY, keep_only, leave_out
@@ -54,7 +55,12 @@ WORDS = {
     "exclude": "load_weights(model, url, exclude=…) takes the weights that fit into a changed model, for a new "
     "training in another run",
     "replicas": "replicas='coordinator' of remote() saves those of the lowest rank",
+    "before_update": "overlap=False of remote() copies all before a save returns",
 }
+
+
+# Managers that watch an optimizer, perhaps of an earlier trainer: each of their saves returns before it has copied.
+_overlapped: WeakSet[CheckpointManager] = WeakSet()
 
 
 class HeldRandomStates:
@@ -110,7 +116,7 @@ class RemoteRun:
         overlaps: bool | None,
     ) -> None:
         self.url = url
-        self._resumes, self._overlaps, self._has_overlapped = resumes, overlaps, False
+        self._resumes, self._overlaps = resumes, overlaps
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
         self._temporary = TemporaryFolder(FOLDER_PREFIX)
@@ -149,6 +155,8 @@ class RemoteRun:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
         # Not left out with when_busy="skip": the checkpoint that is loaded in the end, and the last one.
         is_needed = trainer.state.best_global_step == step or trainer.control.should_training_stop
+        if is_needed and self._settings.get("when_busy") == "skip":
+            self.manager.wait()  # so that no save is under way, for which this one would be left out
         overlaps = _can_overlap(trainer) and (_is_own_code(trainer) if self._overlaps is None else self._overlaps)
         # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
         runs.save_step(
@@ -160,18 +168,18 @@ class RemoteRun:
             watched=[unwrap_optimizer(trainer.optimizer)] if overlaps else [],
             name=f"checkpoint-{step}",
             metrics=metrics_of(trainer.state),
-            wait=is_needed and self._settings.get("when_busy") == "skip",
         )
-        if not overlaps:
+        if overlaps:
+            _overlapped.add(self.manager)
+        else:
             self.end_copies()
-        self._has_overlapped |= overlaps
         self._has_saved = True
         # A collective of torch, which would wait for ever for a rank that does not come to the save.
         trainer.store_flos()
 
     def end_copies(self) -> None:
         """Wait for the copies of the last save: other code than the optimizer's step may change the state now."""
-        if self._has_overlapped:
+        if self.manager in _overlapped:
             self.manager.before_update()
 
     def _collect(self, trainer: Any, step: int, write_own_files: Callable[[], None]) -> dict[str, Any]:
@@ -330,7 +338,13 @@ class RemoteRun:
         manager = self.manager if self.has_url(url) else self._manager_of(runs.split_path(url).run_url)
         name = url.rpartition("/")[2]
         logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
-        runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
+        try:
+            runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
+        except CheckpointNotFoundError:
+            if self._settings.get("on_error") != "warn":
+                raise
+            # Its save has failed, here or in the job from which this one was resumed.
+            logger.warning("%s: there is no %s; the model stays as it was trained last", manager.url, name)
 
     def _locate(self, resume_from: Any) -> tuple[CheckpointManager, str | int | None]:
         """Return the manager of the run to resume from, and the step or name of the checkpoint; None is the newest."""
@@ -387,9 +401,12 @@ def _is_own_code(trainer: Any) -> bool:
     """Return whether all that runs between a save and the next step of the optimizer is code of Transformers.
 
     Users' code may change weights there: averages that are put in for an evaluation, adversarial perturbations, a
-    callback that merges adapters.
+    callback that merges adapters. So may the forward pass of an `Embedding` with `max_norm`, and of constrained OFT.
     """
-    kinds = {type(trainer), *map(type, trainer.model.modules())}
+    modules = list(trainer.model.modules())
+    if any(getattr(one, "max_norm", None) is not None or getattr(one, "coft", False) for one in modules):
+        return False
+    kinds = {type(trainer), *map(type, modules)}
     for kind in map(type, trainer.callback_handler.callbacks):
         if any(getattr(kind, name) is not getattr(TrainerCallback, name) for name in _EVENTS_BEFORE_STEP):
             kinds.add(kind)

@@ -182,9 +182,7 @@ class LateCopies:
         Copies from the CPU have ended then. Those from a device may go on: its current stream waits for them.
         """
         with self._lock:
-            began_seconds = (
-                time.monotonic()
-            )  # not before: a compiled step traces up to the lock, and warns of this call
+            began_seconds = time.monotonic()  # not before the lock, up to which a compiled step is traced
             keys = [key for key in self._seen if storages is None or key in storages]
             self._look(keys)
         for key in keys:

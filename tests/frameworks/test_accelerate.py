@@ -177,6 +177,7 @@ def test_no_url_is_taken_for_a_folder(run_program: Callable[..., Ranks], bucket_
     twice = open_run(f"{bucket_url}/twice", storage_options=s3_server.storage_options)
     assert [info.names for info in twice.checkpoints()] == [("step_1", "epoch_0")]
     assert "Save another step. Options: save_state(…, overwrite=True) replaces it. url=" in report["twice"]
+    assert report["too_soon"] == [f"{bucket_url}/too-soon/step_1", None]
     folders = open_run(f"{bucket_url}/folders", storage_options=s3_server.storage_options)
     named = {info.step: info.names for info in folders.checkpoints()}
     ends = {step: ["/".join(name.split("/")[-2:]) for name in names] for step, names in named.items()}

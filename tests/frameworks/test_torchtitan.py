@@ -89,7 +89,9 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     run = open_run(url, storage_options=s3_server.storage_options)
     assert [info.names for info in run.checkpoints()] == [("step-2",)]
     look = "--checkpoint.load_only --checkpoint.load_step 4 --training.steps 5"
-    resumed = train(2, resumed=job(url), looked=job(url, look, digest_at=[]))
+    skipping = {"when_busy": "skip", "storage_options": {"upload_bytes_per_second": 5_000_000}}
+    skipped = job(f"{bucket_url}/skipped", settings=skipping, digest_at=[])
+    resumed = train(2, resumed=job(url), looked=job(url, look, digest_at=[]), skipped=skipped)
     for before, after in zip(killed.reports, resumed.reports, strict=True):
         whole, later = before["whole"], after["resumed"]
         assert later["digests"] == {"loaded": whole["digests"]["2"], "6": whole["digests"]["6"]}
@@ -100,6 +102,10 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
         assert after["looked"]["digests"]["loaded"] == whole["digests"]["4"]
     assert killed.reports[0]["whole"]["loader"]["6"] != killed.reports[1]["whole"]["loader"]["6"]
     assert [info.step for info in run.checkpoints()] == [2, 4, 6]
+    # The last save is not left out, and returns before it is committed, and even copied.
+    steps = open_run(f"{bucket_url}/skipped", storage_options=s3_server.storage_options).steps()
+    assert steps[-1] == 6
+    assert [len(report["skipped"]["late_copies"]) for report in resumed.reports] == [len(steps)] * 2
 
 
 @LONG

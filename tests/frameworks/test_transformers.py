@@ -116,6 +116,36 @@ def test_old_checkpoints_go_and_the_best_stays(train: Jobs, bucket_url: str, s3_
     assert metrics["eval_loss"] == whole["eval_losses"]["10"]
 
 
+def test_a_best_checkpoint_whose_save_failed(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
+    """Training goes on (`on_error="warn"`), and keeps its last model where the best one is not in the run.
+
+    Under `when_busy="skip"` a slow save leaves others out, but neither the best one nor the last.
+    """
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    best |= {"metric_for_best_model": "eval_loss", "learning_rate": 0.0}  # the best is the first of equal losses
+    rules = {"when_busy": "skip", "on_error": "warn"}
+    slow = {"when_busy": "skip", "storage_options": {"upload_bytes_per_second": 100_000}}
+    jobs: dict[str, Any] = {
+        "failed": {"url": f"{bucket_url}/failed", "settings": rules, "arguments": best, "refused_at": 2},
+        "resumed": {
+            "url": f"{bucket_url}/failed",
+            "resume": True,
+            "settings": rules,
+            "arguments": {**best, "max_steps": 8},
+        },
+        "slow": {"url": f"{bucket_url}/slow", "settings": slow, "arguments": {"save_steps": 1}},
+    }
+    (reports,) = train(**jobs).reports
+    for name in ("failed", "resumed"):
+        assert reports[name]["best_after"] == [f"{bucket_url}/failed/checkpoint-2"]
+        assert any("there is no checkpoint-2" in text for text in reports[name]["warnings"])
+    runs = [open_run(f"{bucket_url}/{name}", storage_options=s3_server.storage_options) for name in ("failed", "slow")]
+    saved, (first, *_, last) = ([info.step for info in run.checkpoints()] for run in runs)
+    assert saved == [4, 6, 8]
+    assert (first, last) == (1, 6)
+    assert any("of step 2 was left out" in text for text in reports["slow"]["warnings"])
+
+
 def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server: S3Server) -> None:
     """One process: by the URL of a checkpoint, from another run, by a name; a model alone; and wrong calls."""
     url, other, weights, foreign = (f"{bucket_url}/{name}" for name in ("run", "other", "weights", "foreign"))
@@ -165,7 +195,14 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
             "settings": {"notice_seconds": 60},
             "arguments": {**given, "max_steps": 50, "save_steps": 100},
         },
-        "overlapped": {"url": f"{bucket_url}/overlapped", "is_quiet": True, "arguments": given},
+        "overlapped": {
+            "url": f"{bucket_url}/overlapped",
+            "is_quiet": True,
+            "arguments": given,
+            "then": {"url": f"{bucket_url}/overlapped", "resume": True, "arguments": {**given, "max_steps": 8}},
+        },
+        "normed": {"url": f"{bucket_url}/normed", "is_quiet": True, "max_norm": 0.1, "arguments": given},
+        "constrained": {"url": f"{bucket_url}/constrained", "is_quiet": True, "oft": True, "arguments": given},
         "enabled": {"url": f"{bucket_url}/enabled", "is_enabled": True, "is_users": True, "arguments": given},
     }
     (reports,) = train(**jobs).reports
@@ -204,6 +241,11 @@ def test_forms_of_a_resume_and_refusals(train: Jobs, bucket_url: str, s3_server:
     # Of users' code that may change weights between a save and the next step, the state is copied before.
     assert [count > 20 for count in reports["overlapped"]["late_copies"]] == [True, True]
     assert first["late_copies"] == []
+    # So it is where the forward pass changes weights; where an optimizer of an earlier trainer is watched, the save
+    # waits for the copies.
+    assert reports["normed"]["late_copies"] == reports["constrained"]["late_copies"] == []
+    assert reports["overlapped"]["then"]["step"] == 8
+    assert [count > 10 for count in reports["overlapped"]["then"]["late_copies"]] == [True, True]
 
     # SIGTERM saves and stops.
     step = reports["noticed"]["step"]

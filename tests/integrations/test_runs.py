@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from dcp_remote import open_run
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.runs import (
     CheckpointPath,
@@ -18,9 +21,12 @@ from dcp_remote.integrations.runs import (
     manager_of,
     note_step,
     require_settings,
+    save_step,
     split_path,
     wait_for_saves,
 )
+from dcp_remote.storage import MemoryStore
+from tests.support.threads import opened
 
 RUN = "memory://integrations/run"
 
@@ -62,6 +68,38 @@ def test_what_was_just_saved_is_found() -> None:
     manager_of(RUN).save(7, {"x": torch.zeros(3)}, name="seven")
     wait_for_saves()
     assert find_checkpoint(f"{RUN}/seven") == CheckpointPath(RUN, "seven")
+
+
+def test_a_save_that_is_left_out_is_told_each_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By name, also one that would only have been added: Fabric and Accelerate drop what `save` returns."""
+    gate, put = threading.Event(), MemoryStore.put
+
+    def put_late(store: MemoryStore, key: str, *arguments: Any, **options: Any) -> Any:
+        if key.startswith("shards/"):
+            opened(gate)
+        return put(store, key, *arguments, **options)
+
+    monkeypatch.setattr(MemoryStore, "put", put_late)
+    url, model = f"{RUN}-skip", torch.nn.Linear(1, 1)
+
+    def save(step: int, name: str) -> bool:
+        settings = {"when_busy": "skip"}
+        return save_step(url, step, model.state_dict, settings=settings, owners={"model": model}, name=name)
+
+    assert save(1, "first")
+    assert [save(1, "final"), save(2, "second")] == [False, False]
+    gate.set()
+    wait_for_saves()
+    assert save(1, "final")
+    wait_for_saves()
+    assert [info.names for info in open_run(url).checkpoints()] == [("first", "final")]
+    told = [record.getMessage() for record in caplog.records if "wait_for_saves" in record.getMessage()]
+    assert [text.partition(", since")[0] for text in told] == [
+        f"{url}: the save of step 1 was left out (name: final)",
+        f"{url}: the save of step 2 was left out (name: second)",
+    ]
 
 
 def test_an_error_of_a_save_is_raised_when_all_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:

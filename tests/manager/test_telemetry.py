@@ -491,6 +491,7 @@ def test_the_table_and_the_docstring_name_everything(collected: Collected) -> No
     """Name every metric in `METRICS`, every attribute and phase of spans in the module's docstring, and no others."""
     observe(collected.telemetry)
     for operation, report in (("save", SAVED), ("load", LOADED)):
+        running = getattr(collected.telemetry, operation)(MemoryStore("run"), step=7)
         for phase in fields(report.seconds)[:5]:  # `copying` goes on beside the others, and is no span
             with running.phase(phase.name):
                 pass

@@ -17,7 +17,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError
-from dcp_remote.integrations.accelerate import disable, enable
+from dcp_remote.integrations.accelerate import disable, enable, save_state
 from dcp_remote.integrations.folders import leave_to_trainer
 from dcp_remote.integrations.runs import close_managers
 from tests.support.rank_programs import leave_process_group, report
@@ -45,6 +45,14 @@ def save_twice(url: str) -> str | None:
     except DcpRemoteError as error:
         return str(error)
     return None
+
+
+def save_too_soon(url: str) -> list[str | None]:
+    """Save while a slow save is under way, which leaves the second one out; return what both calls return."""
+    settings: dict[str, Any] = {"when_busy": "skip", "storage_options": {"upload_bytes_per_second": 5_000}}
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(2, 2))
+    return [save_state(accelerator, f"{url}/step_{step}", **settings) for step in (1, 2)]
 
 
 def use_folders(url: str) -> None:
@@ -103,9 +111,10 @@ def main() -> None:
     resumed.load_state()
     resumed.save_state()
     twice = save_twice(f"{url}/twice")
+    too_soon = save_too_soon(f"{url}/too-soon")
     close_managers()
     use_folders(f"{url}/folders")
-    report(refused=refused, twice=twice)
+    report(refused=refused, twice=twice, too_soon=too_soon)
     leave_process_group()
 
 

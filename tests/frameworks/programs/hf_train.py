@@ -17,13 +17,15 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_models
 from dcp_remote.errors import DcpRemoteError
-from dcp_remote.integrations.runs import close_managers
+from dcp_remote.integrations.runs import close_managers, wait_for_saves
 from dcp_remote.integrations.transformers import enable, load_weights, remote
 from tests.support.late_copies import count_late_copies
+from tests.support.refused_shards import refuse_shards
 
 logging.basicConfig(level=logging.INFO)
 
 LATE_COPIES = count_late_copies()
+REFUSES_SHARDS = refuse_shards()
 
 
 class Counter(TrainerCallback, ExportableState):  # type: ignore[misc]  # may not be installed
@@ -79,17 +81,22 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # may not be installed
         if state.global_step == absent_at:
             time.sleep(seconds if args.process_index == absent_rank else 0)
             self.began_seconds = time.monotonic()
+        if state.global_step == self.options.get("refused_at"):
+            REFUSES_SHARDS.set()
         if state.global_step == self.options.get("notice_at"):
             os.kill(os.getpid(), signal.SIGTERM)
         if state.global_step == self.options.get("stop_at"):
             control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the local files of the checkpoint, and die while the save that has begun goes on."""
+        """Note the local files of the checkpoint; die while the save that has begun goes on, or let it fail."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         self.seen = sorted(path.name for path in folder.glob("*"))
         if state.global_step == self.options.get("kill_at"):
             hf_models.kill_soon()
+        if REFUSES_SHARDS.is_set():
+            wait_for_saves()
+            REFUSES_SHARDS.clear()
 
 
 class UsersTrainer(Trainer):  # type: ignore[misc]  # may not be installed
@@ -157,6 +164,13 @@ def make_trained_model(options: dict[str, Any]) -> Any:
         load_weights(model, options["weights_from"])
     if options.get("has_another_parameter"):
         model.another = torch.nn.Parameter(torch.zeros(3))
+    if options.get("max_norm"):
+        model.get_input_embeddings().max_norm = options["max_norm"]
+    if options.get("oft"):
+        from peft import OFTConfig, get_peft_model
+
+        oft = OFTConfig(oft_block_size=4, coft=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        model = get_peft_model(model, oft)
     if options.get("lora"):
         from peft import LoraConfig, get_peft_model
 
@@ -177,7 +191,7 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
         if options.get("is_enabled"):
             enable(options["url"])
         trainer = (UsersTrainer if options.get("is_users") else Trainer)(
-            model=make_trained_model(options),
+            model=options.get("model") or make_trained_model(options),
             args=make_arguments(mode, options, output),
             train_dataset=data,
             eval_dataset=data[:8],
@@ -218,6 +232,8 @@ def train(mode: str, options: dict[str, Any]) -> dict[str, Any]:
             "wrapped": type(trainer.model_wrapped).__name__,
         }
     shutil.rmtree(output, ignore_errors=True)
+    if options.get("then"):  # as in a notebook: another trainer of this model, while the first one is alive
+        result["then"] = train(mode, {**options["then"], "model": trainer.model})
     return result
 
 

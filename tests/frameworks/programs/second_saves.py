@@ -20,8 +20,9 @@ from dcp_remote import load
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.integrations import fabric as remote_fabric
 from dcp_remote.integrations import lightning as remote_lightning
-from dcp_remote.integrations.runs import close_managers
+from dcp_remote.integrations.runs import close_managers, wait_for_saves
 from tests.support.rank_programs import leave_process_group, report
+from tests.support.refused_shards import refuse_shards
 
 warnings.filterwarnings("ignore")
 
@@ -122,6 +123,31 @@ def save_by_lightning(url: str) -> dict[str, Any]:
     return outcome
 
 
+def replace_weights(url: str) -> dict[str, Any]:
+    """Save weights alone, then all by a save that fails, then all under a third name; return the entries of each."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=remote_lightning.RemoteSingleDeviceStrategy(device="cpu", checkpoint_settings={"on_error": "warn"}),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(1.0), DataLoader(TensorDataset(torch.randn(4, 2))))
+    trainer.save_checkpoint(f"{url}/weights.ckpt", weights_only=True)
+    wait_for_saves()
+    refuses = refuse_shards()
+    refuses.set()
+    trainer.save_checkpoint(f"{url}/all.ckpt")
+    wait_for_saves()
+    refuses.clear()
+    trainer.save_checkpoint(f"{url}/again.ckpt")
+    close_managers()
+    return {name: sorted(load(url, step=f"{name}.ckpt")) for name in ("weights", "all", "again")}
+
+
 def resume_average(url: str) -> dict[str, Any]:
     """Train with averaged weights in one part and in two; return the weights and the averages of both."""
     data = DataLoader(TensorDataset(torch.arange(16.0).view(8, 2) / 16), batch_size=1)
@@ -149,11 +175,12 @@ def resume_average(url: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both; Lightning removes the variables of ranks when a training has ended."""
+    """Run all; Lightning removes the variables of ranks when a training has ended."""
     environment = dict(os.environ)
     report(fabric=save_by_fabric(f"{sys.argv[1]}/fabric"))
     os.environ.update(environment)
     report(lightning=save_by_lightning(f"{sys.argv[1]}/lightning"))
+    report(replaced=replace_weights(f"{sys.argv[1]}/replaced"))
     report(average=resume_average(f"{sys.argv[1]}/average"))
     leave_process_group()
 
