@@ -259,7 +259,7 @@ class RemoteWriter(StorageWriter):
         """Start the deadline; on the coordinator, read the manifest that is here, in one request.
 
         The first save of a process to a server that is not a cloud's own also checks, with three requests more (four
-        with `overwrite`), that the server honours conditional writes. The manifest is read meanwhile; the third request
+        for an overwrite), that the server honours conditional writes. The manifest is read meanwhile; the third request
         deletes what the others put, and ends before the save does.
 
         Raises:
@@ -429,16 +429,20 @@ class RemoteWriter(StorageWriter):
         store = self._store
         with begin_early(
             lambda clock: self._read_slot(RetryingStore(store, Deadline(deadline.remaining_seconds(), clock))),
-            at_once=is_far(store.url),
+            # An overwrite needs swaps only if something is there, and there is mostly.
+            at_once=is_far(store.url) and not self._overwrite,
         ) as read_slot:
-            try:
-                require_conditional_writes(store, deadline, swaps=self._overwrite, clean_up=cleanup.begin)
-            finally:
-                # Its error is raised in place of the probe's, since it says more: a checkpoint is here, or no store.
-                slot = read_slot()
+            if not self._overwrite:
+                try:
+                    require_conditional_writes(store, deadline, swaps=False, clean_up=cleanup.begin)
+                except Exception:
+                    read_slot()  # its error says more than the probe's: a checkpoint is here, or no store
+                    raise
+            slot = read_slot()
         if slot.version is not None:
             require_compare_and_swap(store, "This store cannot replace a checkpoint atomically. Save to another URL.")
-            require_conditional_writes(store, deadline, swaps=True, clean_up=cleanup.begin)
+        if self._overwrite or slot.version is not None:
+            require_conditional_writes(store, deadline, swaps=slot.version is not None, clean_up=cleanup.begin)
         return slot
 
     def _read_slot(self, store: ObjectStore) -> Slot:

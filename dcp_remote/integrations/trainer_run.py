@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import transformers
 from transformers import TrainerCallback
@@ -60,7 +60,7 @@ WORDS = {
 
 
 # Managers that watch an optimizer, perhaps of an earlier trainer: each of their saves returns before it has copied.
-_overlapped: WeakSet[CheckpointManager] = WeakSet()
+_overlapped: WeakKeyDictionary[CheckpointManager, str] = WeakKeyDictionary()  # with the URL of the run
 
 
 class HeldRandomStates:
@@ -170,7 +170,7 @@ class RemoteRun:
             metrics=metrics_of(trainer.state),
         )
         if overlaps:
-            _overlapped.add(self.manager)
+            _overlapped[self.manager] = self.url
         else:
             self.end_copies()
         self._has_saved = True
@@ -179,8 +179,8 @@ class RemoteRun:
 
     def end_copies(self) -> None:
         """Wait for the copies of the last save: other code than the optimizer's step may change the state now."""
-        if self.manager in _overlapped:
-            self.manager.before_update()
+        for manager in [one for one, url in _overlapped.items() if url == self.url]:  # without opening another
+            manager.before_update()
 
     def _collect(self, trainer: Any, step: int, write_own_files: Callable[[], None]) -> dict[str, Any]:
         folder = self.folder / f"checkpoint-{step}"

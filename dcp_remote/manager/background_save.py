@@ -212,6 +212,10 @@ class BackgroundSave:
         try:
             self._save()
         finally:  # also after an error in a handler of the log: the operation was left, so no deadline ends a wait
+            if self._task.late is not None:
+                self._task.late.cancel()
+            # Frees the copy of the state, because the next save makes another.
+            del self._task
             self._settle()
             self._ended.set()
 
@@ -232,10 +236,6 @@ class BackgroundSave:
         else:
             # A report covers all ranks: only the coordinator's telemetry records it.
             operation.end(self._report if self._ranks.is_coordinator else None)
-        if self._task.late is not None:
-            self._task.late.cancel()
-        # Frees the copy of the state, because the next save makes another.
-        del self._task
 
 
 class BackgroundSaves:

@@ -10,7 +10,13 @@ import zstandard
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.threads import Workers, submit_or_run
-from dcp_remote.errors import CheckpointNotFoundError, CorruptCheckpointError, DcpRemoteError, UnsupportedFormatError
+from dcp_remote.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpRemoteError,
+    PermissionDeniedError,
+    UnsupportedFormatError,
+)
 from dcp_remote.format.catalog import Entry
 from dcp_remote.run.lookup import read_entry
 from dcp_remote.storage.base import ObjectStore
@@ -54,6 +60,8 @@ class LiveShards:
             try:
                 manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds())
             except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
+                if isinstance(error.__cause__, PermissionDeniedError):
+                    raise error.__cause__ from None  # it may be there: of what is not live, no manifest is missed
                 return error
             return _pack(manifest.shards.keys)
 

@@ -77,7 +77,7 @@ def write_shards(
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
         object_bytes = sum(encoded.length_bytes for encoded in stored.values())
-        if _is_on_device(planner):
+        if _device_bytes(planner) > uploads.budget_bytes:
             shard_bytes_max = min(shard_bytes_max, limit_pinned(uploads.budget_bytes, uploads.in_flight))
         shard_bytes = spread(tensor_bytes + object_bytes, uploads.in_flight, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
@@ -94,11 +94,12 @@ def write_shards(
     return replace(report, meshes=_describe_meshes(planner)) if report.rank == 0 else report
 
 
-def _is_on_device(planner: SavePlanner) -> bool:
-    """Return whether tensors of a state are copied into pinned memory before they are sent."""
+def _device_bytes(planner: SavePlanner) -> int:
+    """Return the bytes of the tensors of a state that are copied into pinned memory before they are sent, at most."""
     state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
     values = state.values() if isinstance(state, Mapping) else ()
-    return any(isinstance(value, torch.Tensor) and uses_pinned_memory(value) for value in values)
+    tensors = (value for value in values if isinstance(value, torch.Tensor) and uses_pinned_memory(value))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of all ranks' shards of a DTensor
 
 
 def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:

@@ -99,12 +99,16 @@ class Bucket:
         self.timeouts = timeouts
         self.clients = Clients(provider, timeouts)
         self.throttle = Throttle()
-        self.latency_seconds = 0.0
+        self.latency_seconds = 0.0  # least of a GET's; 0 before the first
         self.direct = DirectReads(
             provider.bucket,
             connect_seconds=provider.options.connect_timeout_seconds,
             silence_seconds=timeouts.silence_seconds,
         )
+
+    def note_latency(self, seconds: float) -> None:
+        """Note the time of a GET's answer; the longer ones had a connection to make, or a busy store."""
+        self.latency_seconds = min(self.latency_seconds or seconds, seconds)
 
 
 class CloudStore(PlacedStore):
@@ -163,8 +167,10 @@ class CloudStore(PlacedStore):
             began_seconds = time.monotonic()
             try:
                 result = obstore.get(client, path)
-            finally:  # also if nothing is there, as before the first save
-                self._bucket.latency_seconds = time.monotonic() - began_seconds
+            except FileNotFoundError:  # an answer as well, as before the first save
+                self._bucket.note_latency(time.monotonic() - began_seconds)
+                raise
+            self._bucket.note_latency(time.monotonic() - began_seconds)
             size_bytes = result.meta["size"]
             if size_bytes > limit_bytes:
                 raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)
