@@ -260,6 +260,25 @@ def test_a_probe_of_a_far_server_runs_beside_the_save() -> None:
     assert [key for key in keys(memory) if key.startswith(PROBES_PREFIX)] == []
 
 
+def test_an_interrupt_of_the_probe_does_not_wait_for_the_read_beside_it() -> None:
+    """Interrupt the probe of a store whose GET is not answered before the save has ended."""
+
+    class Interrupted(FarStore):
+        ended = threading.Event()
+
+        def _request(self, request: Request, send: Callable[[], _Answer]) -> _Answer:
+            if request.verb == "get":
+                opened(self.ended)
+                raise TransientStorageError("No answer.")
+            if request.verb == "put":
+                raise KeyboardInterrupt
+            return send()
+
+    with pytest.raises(KeyboardInterrupt):
+        RemoteWriter(Interrupted(MemoryStore())).set_up_storage_writer(is_coordinator=True)
+    Interrupted.ended.set()
+
+
 def test_a_checkpoint_that_exists_is_told_although_the_probe_fails() -> None:
     """Save over a checkpoint, on a server that ignores conditions: refused as a checkpoint that exists."""
     memory = MemoryStore()
