@@ -124,7 +124,9 @@ def _part(size: tuple[int, ...], number: int, first: int, *, filled: bool) -> to
     if filled:
         flat = tensor.view(-1)
         position = first % _PERIOD
-        pattern = torch.arange(2 * _PERIOD, dtype=torch.float32).remainder_(_PERIOD).add_(number * 0.25)
+        # No longer than needed: of thousands of tensors, the memory between them would be lost to their patterns.
+        length = position + min(flat.numel(), _PERIOD)
+        pattern = torch.arange(length, dtype=torch.float32).remainder_(_PERIOD).add_(number * 0.25)
         for begin in range(0, flat.numel(), _PERIOD):
             part = flat[begin : begin + _PERIOD]
             part.copy_(pattern[position : position + part.numel()])

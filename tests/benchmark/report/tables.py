@@ -71,7 +71,8 @@ def goals_table(goals: Iterable[Goal]) -> str:
     rows = []
     for goal in goals:
         limit = f"at least {goal.at_least:g}" if goal.at_least is not None else f"at most {goal.at_most:g}"
-        rows.append((goal.what, f"{limit}{goal.unit}", f"{goal.measured:.2f}{goal.unit}", _judged(goal)))
+        digits = 3 if goal.unit == " s" else 2
+        rows.append((goal.what, f"{limit}{goal.unit}", f"{goal.measured:.{digits}f}{goal.unit}", _judged(goal)))
     return _table(("goal", "wanted", "measured", ""), rows)
 
 
