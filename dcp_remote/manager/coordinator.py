@@ -71,7 +71,7 @@ class Coordinator:
 
     @property
     def latency_seconds(self) -> float:
-        """Latency of the store, in the last GET; 0 if the store measures none."""
+        """Latency of the store in seconds, the least of a GET so far; 0 if the store measures none."""
         return self._store.latency_seconds
 
     def resume_from(self, step: int) -> None:

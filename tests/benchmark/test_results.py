@@ -220,7 +220,7 @@ def test_quick_is_a_part_of_it() -> None:
 
 
 def test_saves_that_return_early_have_goals_in_seconds() -> None:
-    """Of the same state, copied before `save` returns and later; and the CPU of a tiny one."""
+    """Judge what two saves block, one copied before `save` returns and one later, and the CPU of a small save."""
     figures: dict[str, Any] = {"blocked_seconds": 0.05, "later_cpu_seconds": 0.02}
     rows = (
         replace(row(OURS, "background", 1.0), **figures),

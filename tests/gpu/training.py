@@ -52,7 +52,7 @@ class Training:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """State for a checkpoint: the model and its optimizer."""
         return {"model": self.model, "optim": self.optimizer}
 
     def train(self) -> None:

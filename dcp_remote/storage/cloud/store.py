@@ -136,7 +136,7 @@ class CloudStore(PlacedStore):
 
     @property
     def latency_seconds(self) -> float:
-        """Seconds until the last `get` was answered, without its body, or failed; 0 at first. Not in the contract."""
+        """Seconds until a `get` was answered, without its body: the least so far, 0 at first. Not in the contract."""
         return self._bucket.latency_seconds
 
     def child(self, prefix: str) -> CloudStore:
