@@ -29,7 +29,7 @@ ENTRIES_MAX = 2**25
 
 # Entries that are encoded at a time, in milliseconds, for which a call keeps the interpreter from other threads. A
 # multiple of 3, so that the base64 of each part but the last has no padding.
-_PART_ENTRIES = 3 * 2**17
+_PART_ENTRIES = 3 * 2**16
 
 
 def encode_column(values: NDArray[np.integer[Any]]) -> list[bytes]:
