@@ -218,11 +218,8 @@ def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
     kind_of = tensors.kind[tensor_of]
     # The product of each chunk's sizes. `reduceat` cannot reduce empty groups, so that each group gets a leading 1.
     padded = np.ones(len(tensors.chunk_sizes) + len(tensor_of), dtype=np.int64)
-    places = np.arange(len(tensors.chunk_sizes)) + np.repeat(
-        np.arange(len(tensor_of)) + 1, tensors.dimensions[tensor_of]
-    )
-    padded[places] = tensors.chunk_sizes
     starts = tensors.box_first[:-1] + np.arange(len(tensor_of))
+    padded[concat_ranges(starts + 1, tensors.dimensions[tensor_of])] = tensors.chunk_sizes
     elements = np.multiply.reduceat(padded, starts)
     lengths = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(pieces.length[: int(tensors.piece_first[-1])])])
     stored = lengths[tensors.piece_first[1:]] - lengths[tensors.piece_first[:-1]]
@@ -234,7 +231,8 @@ def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
     if bool(wrong.any()):
         name = tensors.names[int(tensor_of[int(np.flatnonzero(wrong)[0])])]
         raise _damaged("the pieces of a chunk are not as long as the chunk", tensor=name)
-    kind_of_piece = np.repeat(kind_of, tensors.chunk_pieces)
+    chunk_of_piece = np.cumsum(np.bincount(tensors.piece_first[1:], minlength=1))[: int(tensors.piece_first[-1])]
+    kind_of_piece = kind_of[chunk_of_piece]
     is_split = pieces.length[: len(kind_of_piece)] % item[kind_of_piece] != 0
     if bool((raw[kind_of_piece] & is_split).any()):
         raise _damaged("a piece splits an element")

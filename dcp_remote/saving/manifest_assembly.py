@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_remote.common.arrays import I64, concat_ranges, group_offsets
+from dcp_remote.common.arrays import I64, Integers, concat_ranges, group_offsets, shrink_integers
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.provenance import describe_software
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
@@ -33,7 +33,7 @@ class Structure:
     named: I64  # indices of the shards that the manifest names
     tensors: Tensors
     pieces: Pieces  # without digests
-    taken: I64  # index of each piece of the manifest among the pieces of all reports
+    taken: Integers  # index of each piece of the manifest among the pieces of all reports
     stored: tuple[StoredObject, ...]
 
 
@@ -41,7 +41,9 @@ class Structure:
 class Planned:
     """Contents of a checkpoint as planned; as torch's `Metadata`, they would take ten times the memory."""
 
-    tensors: Tensors  # columns without pieces; kinds without encodings, which only the ranks that write them know
+    # Columns without pieces, those of chunks perhaps in narrow types; kinds without encodings, which only the ranks
+    # that write them know.
+    tensors: Tensors
     positions: Mapping[str, int]  # position of each object among all entries of the state dict, by name
     flatten: Mapping[str, tuple[str | int, ...]] | None  # path of each flattened name; None if nothing was flattened
     # Structure of the last manifest of these contents, which was checked; at most one. Later saves differ in few ranks'
@@ -108,7 +110,13 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
         if known.layouts == layouts and np.array_equal(known.same_shard, same_shard):
             return known
     numbers = join_numbers(reports)
-    tensors, written = _tensors(planned.tensors, reports, numbers)
+    # A copy, whose offsets can be added to, and whose cached properties are not kept.
+    contents = replace(
+        planned.tensors,
+        chunk_offsets=planned.tensors.chunk_offsets.astype(np.int64),
+        chunk_sizes=planned.tensors.chunk_sizes.astype(np.int64),
+    )
+    tensors, written = _tensors(contents, reports, numbers)
     stored, object_pieces = _stored_objects(planned.positions, reports, numbers.piece_first, first=len(written))
     taken = np.concatenate([written, object_pieces])
     sizes, data_starts, table_lengths = numbers.shards
@@ -125,6 +133,28 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
         pieces=Pieces((np.cumsum(is_named) - 1)[shard], start[taken], length[taken], table[taken], digests=b""),
         taken=taken,
         stored=stored,
+    )
+
+
+def _shrink(structure: Structure, planned: Tensors) -> Structure:
+    """Return a structure, which was checked, in less memory; arithmetic on its columns could overflow."""
+    pieces, tensors = structure.pieces, structure.tensors
+    return replace(
+        structure,
+        tensors=replace(
+            tensors,
+            chunk_offsets=planned.chunk_offsets,
+            chunk_sizes=planned.chunk_sizes,
+            chunk_pieces=shrink_integers(tensors.chunk_pieces),
+        ),
+        pieces=Pieces(
+            shrink_integers(pieces.shard),
+            shrink_integers(pieces.start),
+            shrink_integers(pieces.length),
+            shrink_integers(pieces.table),
+            digests=b"",
+        ),
+        taken=shrink_integers(structure.taken),
     )
 
 
@@ -342,7 +372,8 @@ def assemble_manifest(
         raise SaveFailedError(
             "The ranks' reports do not make up a valid manifest; nothing was committed.", cause=error
         ) from error
-    planned.checked[:] = [structure]
+    if structure not in planned.checked:
+        planned.checked[:] = [_shrink(structure, planned.tensors)]
     return manifest, body
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from dcp_remote.common.arrays import I64, group_offsets
+from dcp_remote.common.arrays import I64, concat_arrays, group_offsets
 from dcp_remote.format.manifest import Pieces, Shards, StoredObject
 
 # Higher levels gain little on names of layers and on columns of constant steps.
@@ -25,9 +25,6 @@ _ZSTD_LEVEL = 3
 
 # Columns of each table of numbers: shards, chunks, offsets of chunks, pieces.
 _COLUMNS = (3, 5, 1, 4)
-
-# Ranks whose numbers are joined at a time, in about a millisecond, for which a call keeps the interpreter from others.
-_JOINED_RANKS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +179,13 @@ class JoinedNumbers:
 def join_numbers(reports: Sequence[SentReport]) -> JoinedNumbers:
     """Unpack and join the numbers of all reports; indices still count the entries of each rank alone."""
     decompress = zstandard.ZstdDecompressor().decompress
-    counts: list[I64] = []
-    joined: list[list[I64]] = [[np.zeros((columns, 0), dtype=np.int64)] for columns in _COLUMNS]
-    for first in range(0, len(reports), _JOINED_RANKS):
-        tables: list[list[I64]] = [[] for _ in _COLUMNS]
-        for report in reports[first : first + _JOINED_RANKS]:
-            numbers = np.frombuffer(decompress(report.numbers), dtype="<i8")
-            start = len(_COLUMNS)
-            counts.append(numbers[:start])
-            for table, columns, count in zip(tables, _COLUMNS, numbers[:start].tolist(), strict=True):
-                stop = start + columns * count
-                table.append(numbers[start:stop].reshape(columns, count).cumsum(axis=1))
-                start = stop
-        for of_all, table in zip(joined, tables, strict=True):
-            of_all.append(np.concatenate(table, axis=1))
-    firsts = [group_offsets(of_ranks) for of_ranks in np.array(counts, dtype=np.int64).reshape(-1, len(_COLUMNS)).T]
-    return JoinedNumbers(*(np.concatenate(table, axis=1) for table in joined), *firsts)
+    tables: list[list[I64]] = [[] for _ in _COLUMNS]
+    for report in reports:
+        numbers = np.frombuffer(decompress(report.numbers), dtype="<i8")
+        start = len(_COLUMNS)
+        for table, columns, count in zip(tables, _COLUMNS, numbers[:start].tolist(), strict=True):
+            stop = start + columns * count
+            table.append(numbers[start:stop].reshape(columns, count).cumsum(axis=1))
+            start = stop
+    firsts = [group_offsets(np.array([part.shape[1] for part in table], dtype=np.int64)) for table in tables]
+    return JoinedNumbers(*map(concat_arrays, tables), *firsts)

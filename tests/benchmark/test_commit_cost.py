@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp_remote.saving.manifest_assembly import assemble_manifest
-from tests.benchmark.clients.commit_cost import URL, Layout, main
+from tests.benchmark.clients.commit_cost import URL, Cost, Layout, main, plan
 from tests.support.work import count_work
 
 
@@ -14,7 +14,7 @@ def test_nothing_is_done_piece_by_piece() -> None:
     counts = []
     for tensors in (20, 80):
         layout = Layout(data_parallel=1, tensors=tensors)
-        planned = layout.planned()
+        planned = plan(layout, Cost())
         first, later = ([layout.report(rank, save) for rank in range(layout.ranks)] for save in (1, 2))
         assemble_manifest(planned, first, url=URL, save_id="1" * 32)
         counts.append(count_work(lambda: assemble_manifest(planned, later, url=URL, save_id="2" * 32))[1:])  # noqa: B023
@@ -24,8 +24,7 @@ def test_nothing_is_done_piece_by_piece() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each save."""
+    """A line for the plan, and for each save."""
     main(["--data-parallel", "1"])
-    first, later = capsys.readouterr().out.splitlines()
-    assert first.startswith("save 1: CPU ")
-    assert later.startswith("save 2: CPU ")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": CPU ")[0] for line in lines] == ["plan", "save 1", "save 2"]

@@ -3,9 +3,9 @@
     python -m tests.benchmark.clients.commit_cost --data-parallel 128
 
 Tensors are sharded by 8 tensor-parallel and so many data-parallel ranks, in 16 stages of a pipeline; each rank writes a
-chunk of each tensor of its stage. Two saves are committed: the first one of a job, and one after it, in which shards
-have other names and other digests. Printed is, for each phase, the CPU time of the process, and the longest time for
-which another thread could not take the interpreter, without the time for which the system ran neither of both.
+chunk of each tensor of its stage. The first save is planned, and two are committed; in the second one shards have other
+names and other digests. Printed is, for each phase, the CPU time of the process, and the longest time for which another
+thread could not take the interpreter, without the time for which the system ran neither of both.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import Self
 
 import numpy as np
 
+from dcp_remote.common.arrays import I64, shrink_integers
 from dcp_remote.common.digests import DIGEST_BYTES, table_entries
 from dcp_remote.common.gil import short_switch_interval
-from dcp_remote.format.manifest import Pieces, Shards, TensorKind, Tensors
+from dcp_remote.format.manifest import Pieces, Shards, TensorKind
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
+from dcp_remote.saving.plan_table import REPLICA, VALUE, PlanTable, arrange, pack_names
 from dcp_remote.saving.rank_report import Notes, RankReport, SentReport
 
 URL = "s3://bucket/run"
@@ -58,27 +60,30 @@ class Layout:
         """Return the names of the tensors of a stage."""
         return tuple(f"model.layers.{stage * 8 + n // 27}.block.{n % 27}.weight" for n in range(self.tensors))
 
-    def planned(self) -> Planned:
-        """Return the contents of the checkpoint."""
-        names = tuple(name for stage in range(_STAGES) for name in self.names(stage))
-        tensors, chunks = len(names), self.ranks_of_a_stage
-        own = np.arange(chunks, dtype=np.int64)
-        offsets = np.column_stack([own // _TENSOR_PARALLEL * _ROWS, own % _TENSOR_PARALLEL * _WIDTH]).ravel()
-        shape = np.array([self.data_parallel * _ROWS, _TENSOR_PARALLEL * _WIDTH], dtype=np.int64)
-        return Planned(
-            Tensors(
-                names=names,
-                kinds=(TensorKind("float32"),),
-                kind=np.zeros(tensors, dtype=np.int64),
-                dimensions=np.full(tensors, 2, dtype=np.int64),
-                shape=np.tile(shape, tensors),
-                chunks=np.full(tensors, chunks, dtype=np.int64),
-                chunk_offsets=np.tile(offsets, tensors),
-                chunk_sizes=np.tile(np.array([_ROWS, _WIDTH], dtype=np.int64), tensors * chunks),
-                chunk_pieces=np.zeros(tensors * chunks, dtype=np.int64),
-            ),
-            positions={"step": tensors},
-            flatten={name: tuple(name.split(".")) for name in (*names, "step")},
+    def offsets(self, hint: int) -> tuple[int, int]:
+        """Return the offsets of a rank's chunk of any tensor of its stage."""
+        return hint // _TENSOR_PARALLEL * _ROWS, hint % _TENSOR_PARALLEL * _WIDTH
+
+    def table(self, rank: int) -> PlanTable:
+        """Return the plan of a rank, as `plan_cache.to_table` makes it; the first rank alone has an object."""
+        stage, hint = divmod(rank, self.ranks_of_a_stage)
+        objects = ["step"] if rank == 0 else []
+        names = [*self.names(stage), *objects]
+
+        def tiled(values: Sequence[int]) -> I64:
+            return np.tile(np.array(values, dtype=np.int64), self.tensors)
+
+        return PlanTable(
+            packed_names=pack_names(names, {name: tuple(name.split(".")) for name in names}),
+            is_object=np.array([False] * self.tensors + [True] * len(objects)),
+            role=np.array([REPLICA] * self.tensors + [VALUE] * len(objects), dtype=np.uint8),
+            kind=np.zeros(len(names), dtype=np.uint8),
+            dimensions=np.array([2] * self.tensors + [0] * len(objects), dtype=np.uint8),
+            shapes=shrink_integers(tiled([self.data_parallel * _ROWS, _TENSOR_PARALLEL * _WIDTH])),
+            offsets=shrink_integers(tiled(self.offsets(hint))),
+            sizes=shrink_integers(tiled([_ROWS, _WIDTH])),
+            kinds=((TensorKind("float32"), 4),),
+            value_digests=np.ones(len(objects), dtype=np.uint32),
         )
 
     def report(self, rank: int, save: int) -> SentReport:
@@ -110,9 +115,7 @@ class Layout:
             chunk_name=np.arange(count, dtype=np.int64),
             chunk_hint=np.full(count, hint, dtype=np.int64),
             chunk_dimensions=np.full(count, 2, dtype=np.int64),
-            chunk_offsets=np.tile(
-                np.array([hint // _TENSOR_PARALLEL * _ROWS, hint % _TENSOR_PARALLEL * _WIDTH], dtype=np.int64), count
-            ),
+            chunk_offsets=np.tile(np.array(self.offsets(hint), dtype=np.int64), count),
             chunk_piece_first=np.arange(count, dtype=np.int64),
             chunk_pieces=np.ones(count, dtype=np.int64),
             pieces=Pieces(
@@ -136,7 +139,8 @@ class Cost:
     hold_seconds: dict[str, float] = field(default_factory=dict)
     sent_bytes: int = 0
     manifest_bytes: int = 0
-    peak_bytes: int = 0  # memory of the process beyond that before the save, in which the reports are
+    peak_bytes: int = 0  # memory of the process at most, beyond that before, in which the messages of the ranks are
+    kept_bytes: int = 0  # memory afterwards, for the next save
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -191,6 +195,20 @@ def _status_bytes(name: str) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
+def plan(layout: Layout, cost: Cost) -> Planned:
+    """Plan the first save."""
+    sent = [pickle.dumps(layout.table(rank)) for rank in range(layout.ranks)]
+    before = _reset_peak()
+    with cost.timed("unpickle"):
+        tables: list[PlanTable] = list(map(pickle.loads, sent))
+    with cost.timed("arrange"):
+        planned = arrange(tables, compared=()).planned
+    cost.sent_bytes, cost.peak_bytes = sum(map(len, sent)), _status_bytes("VmHWM") - before
+    del tables
+    cost.kept_bytes = _status_bytes("VmRSS") - before
+    return planned
+
+
 def commit(layout: Layout, planned: Planned, save: int) -> Cost:
     """Commit a save; the rank of the coordinator does not pickle its own report."""
     cost, own = Cost(), layout.report(0, save)
@@ -204,6 +222,8 @@ def commit(layout: Layout, planned: Planned, save: int) -> Cost:
     with cost.timed("orphans"):
         assert not find_orphaned_shards(manifest, reports)
     cost.manifest_bytes, cost.peak_bytes = len(body), _status_bytes("VmHWM") - before
+    del reports, manifest, body
+    cost.kept_bytes = _status_bytes("VmRSS") - before
     return cost
 
 
@@ -211,16 +231,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the costs of two saves as JSON; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.clients.commit_cost", description=__doc__)
     parser.add_argument("--data-parallel", type=int, default=16)
-    layout = Layout(parser.parse_args(arguments).data_parallel)
-    planned = layout.planned()
+    layout, costs = Layout(parser.parse_args(arguments).data_parallel), [Cost()]
     with short_switch_interval():
-        for save in (1, 2):
-            cost = commit(layout, planned, save)
-            sys.stdout.write(
-                f"save {save}: CPU {sum(cost.cpu_seconds.values()):.2f} s {_rounded(cost.cpu_seconds)}, longest hold "
-                f"{_rounded(cost.hold_seconds)}, sent {cost.sent_bytes / 1e6:.1f} MB, manifest "
-                f"{cost.manifest_bytes / 1e6:.1f} MB, peak {cost.peak_bytes / 1e6:.0f} MB\n"
-            )
+        planned = plan(layout, costs[0])
+        costs += [commit(layout, planned, save) for save in (1, 2)]
+    for what, cost in zip(("plan", "save 1", "save 2"), costs, strict=True):
+        sys.stdout.write(
+            f"{what}: CPU {sum(cost.cpu_seconds.values()):.2f} s: {_rounded(cost.cpu_seconds)}; longest hold "
+            f"{_rounded(cost.hold_seconds)}; received {cost.sent_bytes / 1e6:.1f} MB, manifest "
+            f"{cost.manifest_bytes / 1e6:.1f} MB, peak {cost.peak_bytes / 1e6:.0f} MB, kept "
+            f"{cost.kept_bytes / 1e6:.0f} MB\n"
+        )
 
 
 def _rounded(seconds: dict[str, float]) -> str:
