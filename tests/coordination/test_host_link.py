@@ -57,6 +57,9 @@ class Rank:
     def leads(self) -> bool:
         return self.link._listening is not None
 
+    def follows(self) -> bool:
+        return self.link._leader is not None
+
     def speaks_for(self) -> int:
         """Return the connections of this rank's members."""
         return len(self.link._members)
@@ -349,6 +352,8 @@ def test_a_process_of_another_user_is_no_member(host: Host) -> None:
     assert sorted(map(len, host.parts(1))) == [1, 1]
     host.finish(1, b"answer", [leader, stranger])
     assert not stranger.call(Rank.leads)
+    assert not stranger.call(Rank.follows)
+    assert leader.call(Rank.speaks_for) == 0
 
 
 def test_a_system_without_abstract_sockets_has_no_links(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
