@@ -376,7 +376,7 @@ class RemoteWriter(StorageWriter):
         )
         future: Future[list[WriteResult]] = Future()
         # One result for all items is enough: torch only passes the results on to `finish`.
-        future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report)])
+        future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report.to_sent())])
         return future
 
     @replace_unpicklable_errors

@@ -16,13 +16,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from dcp_remote.common import digests
 from dcp_remote.common.arrays import I64
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.format.columns import encode_column, sum_column, unpack_column
+from dcp_remote.format.columns import encode_bytes, encode_column, sum_column, unpack_column
 from dcp_remote.format.document import DOCUMENT_BYTES_MAX, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
@@ -42,6 +43,11 @@ CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
 
 # Decoded metadata takes up to 30 times the memory of its text.
 USER_BYTES_MAX = 1 * MiB
+
+_DIGEST = np.dtype(f"V{DIGEST_BYTES}")
+
+# Text in place of a column, whose text is long and is made in parts; JSON has this byte nowhere.
+_LEFT_OUT = b"\0"
 
 # First field of a document that `reencode` made.
 _NONCE = re.compile(rb'\{"nonce":"[0-9a-f]{32}",')
@@ -146,9 +152,12 @@ class Head:
     replaces: tuple[str, ...]  # save_ids that it and its predecessors replaced, newest first
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Check a manifest and return the document to store; refuse one that a reader would refuse."""
-    check(manifest)
+def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
+    """Check a manifest and return the document to store; refuse one that a reader would refuse.
+
+    `is_known` as for `check`.
+    """
+    check(manifest, is_known=is_known)
     user = _encode(dict(manifest.user))
     if len(user) > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=len(user), limit_bytes=USER_BYTES_MAX)
@@ -167,7 +176,7 @@ def encode(manifest: Manifest) -> bytes:
         if run is not None
         else None,
         digest=digests.ALGORITHM,
-        shards=manifest.shards,
+        shards=replace(manifest.shards, table_digests=_as_array(manifest.shards.table_digests)),
         tensors=_Tensors(
             tensors.names,
             [_Kind(*_values_of_kind(kind)) for kind in tensors.kinds],
@@ -177,7 +186,7 @@ def encode(manifest: Manifest) -> bytes:
             tensors.chunks,
         ),
         chunks=_Chunks(tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces),
-        pieces=manifest.pieces,
+        pieces=replace(manifest.pieces, digests=_as_array(manifest.pieces.digests)),
         objects=_Objects(
             inline={name: msgspec.Raw(text) for name, text in manifest.inline.items()},
             stored=[_Stored(item.name, item.encoding, item.pieces) for item in manifest.stored],
@@ -186,16 +195,29 @@ def encode(manifest: Manifest) -> bytes:
         flatten=manifest.flatten,
         user=msgspec.Raw(user),
     )
-    return seal(_encode(document, columns=_encode_column))
+    columns: list[NDArray[Any]] = []
+
+    def leave_out(values: object) -> msgspec.Raw:
+        """Encode the only values of a document that msgspec does not know."""
+        assert isinstance(values, np.ndarray)
+        columns.append(values)
+        return msgspec.Raw(_LEFT_OUT)
+
+    first, *rest = _encode(document, columns=leave_out).split(_LEFT_OUT)
+    parts = [first]
+    for values, text in zip(columns, rest, strict=True):
+        is_digests = values.dtype == _DIGEST
+        encoded = encode_bytes(values.view(np.uint8).data) if is_digests else encode_column(values)
+        parts += [b'"', *encoded, b'"', text]
+    return seal(*parts)
 
 
-def _encode_column(values: object) -> str:
-    """Encode the only values of a document that msgspec does not know."""
-    assert isinstance(values, np.ndarray)
-    return encode_column(values)
+def _as_array(digests: bytes) -> Any:
+    """Return digests as a value that msgspec does not know, as the columns are: it would encode them in one call."""
+    return np.frombuffer(digests, dtype=_DIGEST)
 
 
-def _encode(value: object, *, columns: Callable[[object], str] | None = None) -> bytes:
+def _encode(value: object, *, columns: Callable[[object], object] | None = None) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=columns)
     except (TypeError, ValueError, RecursionError) as error:

@@ -24,12 +24,35 @@ def column(width: int, differences: list[int]) -> str:
 @given(st.lists(st.integers(0, VALUE_MAX) | st.integers(0, 300), max_size=20))
 def test_round_trip(values: list[int]) -> None:
     """Decoding returns the encoded values; the width is the least that holds every difference."""
-    text = encode_column(np.array(values, dtype=np.int64))
+    text = b"".join(encode_column(np.array(values, dtype=np.int64))).decode()
     assert decode_column(text, name="c", count=len(values)).tolist() == values
     assert decode_column(text, name="c").dtype == np.int64
     differences = [b - a for a, b in itertools.pairwise([0, *values])]
     width = next(w for w in (1, 2, 4, 8) if all(-(2 ** (8 * w - 1)) <= d < 2 ** (8 * w - 1) for d in differences))
     assert text == column(width, differences)
+
+
+def test_the_parts_of_a_long_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of any column, also of narrow unsigned integers, joined are its text, in which base64 has no gaps."""
+    monkeypatch.setattr(columns, "_PART_ENTRIES", 6)
+    for count in range(30):
+        for steps in ([3, 250, 1, 0], [70_000, 2]):
+            values = np.resize(np.array(steps), count)
+            parts = encode_column(values.astype(np.min_scalar_type(max(steps))))
+            differences = [b - a for a, b in itertools.pairwise([0, *values.tolist()])]
+            text = b"".join(parts).decode()
+            assert text == column(int(text[0]), differences)
+            assert len(parts) == 1 + -(-count // 6)
+
+
+def test_what_a_reader_would_refuse_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers out of bounds, and too many of them: the coordinator does not decode what it has encoded."""
+    for values in ([-1], [5, VALUE_MAX + 1]):
+        with pytest.raises(CorruptCheckpointError, match="out of bounds"):
+            encode_column(np.array(values))
+    monkeypatch.setattr(columns, "ENTRIES_MAX", 2)
+    with pytest.raises(CorruptCheckpointError, match="too many entries"):
+        encode_column(np.array([1, 2, 3]))
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6))

@@ -28,7 +28,7 @@ from dcp_remote.errors import (
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.saving.plan_cache import RunPlanner
-from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.rank_report import SentReport
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from tests.support.rank_threads import Ended, ManagerThreads, manager_threads
@@ -221,7 +221,7 @@ def test_a_rank_that_hears_of_no_end(ranks: Ranks, monkeypatch: pytest.MonkeyPat
     given_up: list[Collective] = []
 
     def report_and_give_up(self: Collective, value: object, *, shared: bool) -> Any:
-        if self._member.rank == 2 and isinstance(value, tuple) and isinstance(value[0], RankReport):
+        if self._member.rank == 2 and isinstance(value, tuple) and isinstance(value[0], SentReport):
             given_up.append(self)
         return contribute(self, value, shared=shared)
 
