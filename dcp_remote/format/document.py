@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 # Every later release reads this version. An addition that a reader cannot ignore becomes a feature, which the document
 # that uses it names in `requires`.
 VERSION = "1"
-FEATURES: frozenset[str] = frozenset()
+SEGMENTS = "segments"  # of manifests: columns of chunks and pieces in shards (`segments.py`)
+FEATURES = frozenset({SEGMENTS})
 
 # A manifest of a million chunks is under 25 MB; the bounds keep a hostile document from exhausting the host's memory.
 STORED_BYTES_MAX = 256 * MiB

@@ -24,12 +24,13 @@ from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 from dcp_remote.format.columns import encode_bytes, encode_column, sum_column, unpack_column
-from dcp_remote.format.document import DOCUMENT_BYTES_MAX, VERSION, open_document, parse, seal, unseal
+from dcp_remote.format.document import DOCUMENT_BYTES_MAX, SEGMENTS, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
     Manifest,
     Pieces,
     RunInfo,
+    SegmentTable,
     Shards,
     StoredObject,
     TensorKind,
@@ -108,7 +109,16 @@ class _Run(msgspec.Struct):
     thinned: tuple[str, ...]
 
 
-class _Document(msgspec.Struct):
+class _Segments(msgspec.Struct):
+    shards: I64
+    shard: I64
+    tensors: I64
+    tensor: I64
+    offsets: I64
+    sizes: I64
+
+
+class _Document(msgspec.Struct, omit_defaults=True):
     format: str
     version: str
     requires: list[str]
@@ -127,6 +137,7 @@ class _Document(msgspec.Struct):
     objects: _Objects
     flatten: Mapping[str, tuple[str | int, ...]] | None
     user: msgspec.Raw
+    segments: _Segments | None = None
 
 
 def _unpack_column(_: type, text: object) -> object:
@@ -141,6 +152,7 @@ _HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document, 
 _USER = msgspec.json.Decoder(dict[str, Any])
 
 _values_of_kind = operator.attrgetter(*_Kind.__struct_fields__)
+_columns_of_segments = operator.attrgetter(*_Segments.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +173,15 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
     user = _encode(dict(manifest.user))
     if len(user) > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=len(user), limit_bytes=USER_BYTES_MAX)
-    tensors, run = manifest.tensors, manifest.run
+    tensors, run, pieces, segments = manifest.tensors, manifest.run, manifest.pieces, manifest.segments
+    chunks = _Chunks(tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces)
+    if segments is not None:  # which have all of this
+        pieces = pieces.take(np.arange(tensors.piece_first[-1], len(pieces.shard)))
+        chunks = _Chunks(*[np.zeros(0, dtype=np.int64)] * 3)
     document = _Document(
         format=FORMAT,
         version=VERSION,
-        requires=[],
+        requires=[] if segments is None else [SEGMENTS],
         kind=CHECKPOINT,
         save_id=manifest.save_id,
         replaces=manifest.replaces,
@@ -183,10 +199,10 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
             tensors.kind,
             tensors.dimensions,
             tensors.shape,
-            tensors.chunks,
+            manifest.chunk_counts,
         ),
-        chunks=_Chunks(tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces),
-        pieces=replace(manifest.pieces, digests=_as_array(manifest.pieces.digests)),
+        chunks=chunks,
+        pieces=replace(pieces, digests=_as_array(pieces.digests)),
         objects=_Objects(
             inline={name: msgspec.Raw(text) for name, text in manifest.inline.items()},
             stored=[_Stored(item.name, item.encoding, item.pieces) for item in manifest.stored],
@@ -194,6 +210,7 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
         ),
         flatten=manifest.flatten,
         user=msgspec.Raw(user),
+        segments=_Segments(*_columns_of_segments(segments)) if segments is not None else None,
     )
     columns: list[NDArray[Any]] = []
 
@@ -271,7 +288,10 @@ def decode_head(data: bytes) -> Head:
 
 
 def decode(data: bytes) -> Manifest | None:
-    """Decode and check a document. Return None for a tombstone, which says that there is no checkpoint."""
+    """Decode and check a document. Return None for a tombstone, which says that there is no checkpoint.
+
+    Of a manifest in segments, no segment is joined (`segments.py`).
+    """
     text = open_document(data, FORMAT)
     head = _head(text)
     if head.kind == TOMBSTONE:
@@ -285,7 +305,12 @@ def decode(data: bytes) -> Manifest | None:
             digest=document.digest,
         )
     tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
+    if (document.segments is not None) != (SEGMENTS in document.requires):
+        raise CorruptCheckpointError("The manifest is damaged: it has segments and does not say so, or none.")
     _sum_columns(document)
+    segments = None
+    if document.segments is not None:
+        segments = SegmentTable(tensors.chunks, *_columns_of_segments(document.segments))
     # Python's integers, since the document may claim any number of pieces.
     first_pieces = accumulate((item.pieces for item in objects.stored), initial=int(chunks.pieces.sum()))
     return check(
@@ -307,7 +332,7 @@ def decode(data: bytes) -> Manifest | None:
                 kind=tensors.kind,
                 dimensions=tensors.dimensions,
                 shape=tensors.shape,
-                chunks=tensors.chunks,
+                chunks=tensors.chunks if segments is None else np.zeros_like(tensors.chunks),
                 chunk_offsets=chunks.offsets,
                 chunk_sizes=chunks.sizes,
                 chunk_pieces=chunks.pieces,
@@ -321,6 +346,7 @@ def decode(data: bytes) -> Manifest | None:
             positions=tuple(objects.positions.tolist()),
             flatten=document.flatten,
             user=_user(document.user),
+            segments=segments,
         )
     )
 
@@ -367,9 +393,12 @@ def _sum_columns(document: _Document) -> None:
             "The manifest is damaged: a tensor has more dimensions than torch allows.", dimensions_max=DIMENSIONS_MAX
         )
     tensors.shape = sum_column(tensors.shape, name="tensors.shape", count=_total(tensors.dimensions))
-    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=_total(tensors.chunks))
+    own, values = _total(tensors.chunks), _total(tensors.dimensions * tensors.chunks)
+    if document.segments is not None:
+        own, values = 0, 0
+        _sum_segments(document.segments, tensors.dimensions)
+    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=own)
     _total(chunks.pieces)
-    values = _total(tensors.dimensions * tensors.chunks)
     chunks.offsets = sum_column(chunks.offsets, name="chunks.offsets", count=values)
     chunks.sizes = sum_column(chunks.sizes, name="chunks.sizes", count=values)
     count = len(shards.keys)
@@ -391,6 +420,18 @@ def _sum_columns(document: _Document) -> None:
     )
     count = len(objects.inline) + len(objects.stored)
     objects.positions = sum_column(objects.positions, name="objects.positions", count=count)
+
+
+def _sum_segments(segments: _Segments, dimensions: I64) -> None:
+    segments.tensors = sum_column(segments.tensors, name="segments.tensors")
+    segments.shards = sum_column(segments.shards, name="segments.shards", count=len(segments.tensors))
+    segments.shard = sum_column(segments.shard, name="segments.shard", count=_total(segments.shards))
+    segments.tensor = sum_column(segments.tensor, name="segments.tensor", count=_total(segments.tensors))
+    if len(segments.tensor) and int(segments.tensor.max()) >= len(dimensions):
+        raise CorruptCheckpointError("The manifest is damaged: a segment has a tensor that is not listed.")
+    values = _total(dimensions[segments.tensor])
+    segments.offsets = sum_column(segments.offsets, name="segments.offsets", count=values)
+    segments.sizes = sum_column(segments.sizes, name="segments.sizes", count=values)
 
 
 def _require_digests(data: bytes, count: int, *, name: str) -> None:
