@@ -33,12 +33,13 @@ from dcp_remote.common.threads import begin_early
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import CheckpointExistsError, DcpRemoteError, InvalidArgumentError
-from dcp_remote.format.shard import SHARD_BYTES_MAX
+from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode
+from dcp_remote.saving.manifest_size import require_room
 from dcp_remote.saving.packing import choose_shard_bytes, require_shard_bytes
 from dcp_remote.saving.plan_cache import describe_tensors
 from dcp_remote.saving.plan_table import require_held
@@ -58,7 +59,7 @@ from dcp_remote.storage.location import (
     require_timeout,
 )
 from dcp_remote.storage.outages import name_speaker
-from dcp_remote.storage.retrying import RetryingStore
+from dcp_remote.storage.retrying import RetryingStore, put_all
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ class RemoteWriter(StorageWriter):
     is unchanged, or, if only the last collective operation failed, the new one is committed. A crash at any moment
     leaves the old checkpoint or the new one, and orphaned shards.
 
-    Costs: one GET and one PUT by the coordinator, one PUT per shard of at most 64 MiB; for the first save of a process
+    Costs: one GET and one PUT by the coordinator, which puts a segment for each 200,000 pieces if there are more; one
+    PUT per shard of at most 64 MiB; for the first save of a process
     to a server that is not a cloud's own, three requests more (see `set_up_storage_writer`). Contiguous CPU tensors are
     sent without a copy; everything else is copied a shard at a time. During a save, the GIL switch interval of the
     whole process is 1 ms (`common/gil.py`).
@@ -312,9 +314,11 @@ class RemoteWriter(StorageWriter):
         (`enable_plan_caching`), only ranks whose plans have changed are compared, and torch chooses the object's rank.
 
         Raises:
-            InvalidArgumentError: Ranks give a tensor different shapes or dtypes. Names all such tensors; nothing was
-                uploaded.
+            InvalidArgumentError: Ranks give a tensor different shapes or dtypes, or a manifest cannot hold so many
+                pieces; nothing was uploaded.
         """
+        sizes = [item.tensor_data.chunk.sizes for plan in plans for item in plan.items if item.tensor_data is not None]
+        require_room(sum(map(all, sizes)), offsets=sum(map(len, sizes)))
         described = [plan.storage_data if isinstance(plan.storage_data, _Described) else None for plan in plans]
         # Nearly always all ranks send the same bytes, which are unpacked once.
         unpacked = {packed: packed.unpack() for packed in dict.fromkeys(described) if packed is not None}
@@ -394,14 +398,16 @@ class RemoteWriter(StorageWriter):
         planned = to_columns(metadata)
         if save.has_all_entries:
             require_held(planned.flatten, planned.names)
-        manifest, body = assemble_manifest(
+        manifest, body, segments = assemble_manifest(
             planned,
             [result.storage_data for written in results for result in written],
             url=save.store.url,
             save_id=save.save_id,
             replaces=save.slot.lineage,
+            segment_names=ShardNames(0),
         )
         try:
+            put_all(save.store, segments, save.deadline)
             commit.commit(
                 RetryingStore(save.store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
             )

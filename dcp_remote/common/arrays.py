@@ -27,8 +27,9 @@ def concat_arrays(arrays: Sequence[Integers]) -> I64:
 
 
 def shrink_integers(values: I64) -> Integers:
-    """Return the values, none of them negative, in the smallest integer type that holds all of them."""
-    return values.astype(np.min_scalar_type(int(values.max()))) if len(values) else values.astype(np.uint8)
+    """Return the values, none of them negative, in the smallest integer type that holds all of them; not in uint64."""
+    narrow = np.min_scalar_type(int(values.max(initial=0)))
+    return values.astype(narrow) if narrow.itemsize < values.itemsize else values
 
 
 def concat_ranges(starts: I64, counts: I64) -> I64:

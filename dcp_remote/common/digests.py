@@ -8,7 +8,6 @@ damage and mix-ups, at 0.03 CPU seconds per GiB; it does not protect against an 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 import xxhash
 
@@ -65,7 +64,7 @@ def digest(data: Buffer) -> bytes:
         return xxhash.xxh3_128_digest(view)
     began_seconds = time.monotonic()
     if began_seconds < _keep_until_seconds:
-        return digest_parts(view.cast("B")[start : start + _KEPT_BYTES] for start in range(0, view.nbytes, _KEPT_BYTES))
+        return _digest_by_parts(view.cast("B"))
     found = xxhash.xxh3_128_digest(view)
     now_seconds = time.monotonic()
     if now_seconds - began_seconds > _WAITED_SECONDS + view.nbytes * _SECONDS_PER_BYTE_MAX:
@@ -73,11 +72,10 @@ def digest(data: Buffer) -> bytes:
     return found
 
 
-def digest_parts(parts: Iterable[Buffer]) -> bytes:
-    """Return the digest of bytes that are given in parts."""
+def _digest_by_parts(view: memoryview) -> bytes:
     whole = xxhash.xxh3_128()
-    for part in parts:
-        whole.update(part)
+    for start in range(0, len(view), _KEPT_BYTES):
+        whole.update(view[start : start + _KEPT_BYTES])
     return whole.digest()
 
 

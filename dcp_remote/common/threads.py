@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,7 +16,11 @@ from typing import Generic, TypeVar
 
 from dcp_remote.common.deadline import Clock
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+# Calls of `in_parallel` at a time: bounds memory, as a manifest of a million chunks takes 100 MB while it is decoded.
+CALLS_IN_FLIGHT = 4
 
 # A thread that waits for a transfer checks its deadline this often, since another thread may let the deadline expire.
 WAKE_SECONDS = 0.5
@@ -165,6 +169,18 @@ def submit_or_run(pool: Workers, call: Callable[[], T]) -> Future[T]:
     except RuntimeError:
         once()
     return once.future
+
+
+def in_parallel(call: Callable[[S], T], values: Sequence[S], *, threads: int = CALLS_IN_FLIGHT) -> list[T]:
+    """Call a function with each value, some at a time; return the results in order, or raise the first error."""
+    if len(values) <= 1:
+        return [call(value) for value in values]
+    workers = Workers(threads, "dcp_remote-run")
+    try:
+        futures = [submit_or_run(workers, partial(call, value)) for value in values]
+        return [future.result() for future in futures]
+    finally:
+        workers.shutdown(wait=False)
 
 
 class Cancellation:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dcp_remote.common.arrays import I64, Buffer
+from dcp_remote.common.arrays import I64
 from dcp_remote.errors import CorruptCheckpointError
 
 _WIDTHS = {"1": "<i1", "2": "<i2", "4": "<i4", "8": "<i8"}
@@ -27,33 +26,20 @@ VALUE_MAX = 2**53
 # memory, so that without this bound a hostile document of 1 GiB would take many times its size.
 ENTRIES_MAX = 2**25
 
-# Entries that are encoded at a time, in milliseconds, for which a call keeps the interpreter from other threads. A
-# multiple of 3, so that the base64 of each part but the last has no padding.
-_PART_ENTRIES = 3 * 2**16
 
-
-def encode_column(values: NDArray[np.integer[Any]]) -> list[bytes]:
-    """Encode integers as a column, whose text is returned in parts; refuse what `sum_column` would refuse."""
+def encode_column(values: NDArray[np.integer[Any]]) -> str:
+    """Encode integers as a column; refuse what `sum_column` would refuse."""
     if values.size > ENTRIES_MAX:
         raise CorruptCheckpointError("The manifest is damaged: a column has too many entries.", entries_max=ENTRIES_MAX)
     if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
         raise CorruptCheckpointError("The manifest is damaged: a number in a column is out of bounds.")
-    starts = range(0, len(values), _PART_ENTRIES)
-    bounds = [(int(part.min()), int(part.max())) for part in (_differences(values, start) for start in starts)]
-    low, high = (min(low for low, _ in bounds), max(high for _, high in bounds)) if bounds else (0, 0)
-    # int64 holds every difference of values up to 2**53.
-    width, kind = next(
-        (width, kind) for width, kind in _WIDTHS.items() if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max
-    )
-    packed = (_differences(values, start).astype(kind).tobytes() for start in starts)
-    return [f"{width}:".encode(), *itertools.chain.from_iterable(map(encode_bytes, packed))]
-
-
-def _differences(values: NDArray[np.integer[Any]], start: int) -> I64:
-    """Return the differences of a part of the values that begins at `start`, of which the first is to 0."""
-    part = values[max(start - 1, 0) : start + _PART_ENTRIES].astype(np.int64)
-    differences: I64 = np.diff(part, prepend=part[:0] if start else 0)
-    return differences
+    # Differences of narrower integers could wrap around.
+    differences = np.diff(values.astype(np.int64), prepend=np.int64(0))
+    for width, kind in _WIDTHS.items():
+        bounds = np.iinfo(kind)
+        if differences.size == 0 or (differences.min() >= bounds.min and differences.max() <= bounds.max):
+            return f"{width}:{to_base64(differences.astype(kind).tobytes())}"
+    raise AssertionError("int64 holds every difference of int64 values below 2**53")
 
 
 def unpack_column(text: str, *, name: str | None = None) -> NDArray[np.signedinteger[Any]]:
@@ -99,12 +85,6 @@ def sum_column(differences: NDArray[np.signedinteger[Any]], *, name: str | None,
 def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
     """Decode a column; as `unpack_column` and `sum_column`."""
     return sum_column(unpack_column(text, name=name), name=name, count=count)
-
-
-def encode_bytes(data: Buffer) -> list[bytes]:
-    """Encode bytes in base64, in parts of a few MiB."""
-    size = 8 * _PART_ENTRIES
-    return [binascii.b2a_base64(data[at : at + size], newline=False) for at in range(0, len(data), size)]
 
 
 def to_base64(data: bytes | memoryview) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import zstandard
 
-from dcp_remote.common.digests import ALGORITHM, digest, digest_parts
+from dcp_remote.common.digests import ALGORITHM, digest
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
@@ -22,7 +22,8 @@ _T = TypeVar("_T")
 # Every later release reads this version. An addition that a reader cannot ignore becomes a feature, which the document
 # that uses it names in `requires`.
 VERSION = "1"
-FEATURES: frozenset[str] = frozenset()
+SEGMENTS = "segments"  # of manifests: columns of chunks and pieces in shards (`segments.py`)
+FEATURES = frozenset({SEGMENTS})
 
 # A manifest of a million chunks is under 25 MB; the bounds keep a hostile document from exhausting the host's memory.
 STORED_BYTES_MAX = 256 * MiB
@@ -52,14 +53,11 @@ class _Opening(msgspec.Struct):
 _OPENING, _REQUIRES = msgspec.json.Decoder(_Opening), msgspec.json.Decoder(list[str])
 
 
-def seal(*document: bytes) -> bytes:
-    """Return the stored form of a JSON object that has at least one field; refuse one larger than a reader accepts.
-
-    The text is given in parts: a join and a compression of many MiB run beside other threads, other calls do not.
-    """
-    assert document[0].startswith(b'{"'), "a JSON object with at least one field"
-    rest = [document[0][1:], *document[1:]]
-    text = b"".join([b'{"%s":"%s",' % (ALGORITHM.encode(), digest_parts(rest).hex().encode()), *rest])
+def seal(document: bytes) -> bytes:
+    """Return the stored form of a JSON object that has at least one field; refuse one larger than a reader accepts."""
+    assert document.startswith(b'{"'), "a JSON object with at least one field"
+    rest = document[1:]
+    text = b'{"%s":"%s",%s' % (ALGORITHM.encode(), digest(rest).hex().encode(), rest)
     if len(text) < COMPRESS_FROM_BYTES:
         return text
     data = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(text)

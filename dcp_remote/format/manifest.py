@@ -16,6 +16,7 @@ import numpy as np
 
 from dcp_remote.common.arrays import I64, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
+from dcp_remote.format.entry_names import top_level_key
 
 MANIFEST_KEY = "manifest.json"
 
@@ -199,6 +200,28 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentTable:
+    """Segments of a large manifest: shards that hold the columns of its chunks and of their pieces, a part in each.
+
+    The tensors of a segment are below one top-level key of the state dict, or all at the top.
+    """
+
+    chunks: I64  # number of chunks of each tensor in all segments
+    shards: I64  # number of shards that hold the pieces of each segment
+    shard: I64  # their indices, one segment after another
+    tensors: I64  # number of tensors of which each segment has chunks
+    tensor: I64  # their indices, ascending, one segment after another
+    # Box around the chunks of each of these tensors in the segment: its values, one tensor after another.
+    offsets: I64
+    sizes: I64
+
+    @property
+    def owner(self) -> I64:
+        """Number of the segment of each entry of `tensor`."""
+        return np.repeat(np.arange(len(self.tensors)), self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class RunInfo:
     """Place of a checkpoint in its run, from which a lost catalog can be rebuilt."""
 
@@ -222,7 +245,7 @@ class Manifest:
     world_size: int  # number of ranks that saved
     shards: Shards
     tensors: Tensors
-    pieces: Pieces  # of all chunks, then of `stored`
+    pieces: Pieces  # of all chunks, then of `stored`, then one of each segment
     inline: Mapping[str, bytes] = field(default_factory=dict)  # small objects: name to JSON text
     stored: tuple[StoredObject, ...] = ()
     # Position among all entries of the state dict, one per object (`inline` in order, then `stored`).
@@ -231,6 +254,8 @@ class Manifest:
     flatten: Mapping[str, tuple[str | int, ...]] | None = None
     user: Mapping[str, object] = field(default_factory=dict)  # metadata of the user's own
     run: RunInfo | None = None  # None for a checkpoint outside a run
+    # Segments, which a large manifest has: `tensors` and `pieces` have the chunks of those that were joined, or none.
+    segments: SegmentTable | None = None
 
     @cached_property
     def stored_index(self) -> Mapping[str, StoredObject]:
@@ -247,10 +272,29 @@ class Manifest:
     def name_of_piece(self, piece: int) -> str:
         """Return the name of the tensor or object that a piece belongs to."""
         tensors = self.tensors
+        if piece >= self.segment_first:
+            return f"segment {piece - self.segment_first} of the manifest"
         if piece >= int(tensors.piece_first[-1]):
             return self.stored[bisect_right(self.stored, piece, key=lambda item: item.piece_first) - 1].name
         chunk = int(tensors.piece_first.searchsorted(piece, side="right")) - 1
         return tensors.names[int(tensors.chunk_first.searchsorted(chunk, side="right")) - 1]
+
+    @property
+    def tensor_groups(self) -> I64:
+        """Number of the top-level key below which each tensor is; one for all that are at the top of the state dict."""
+        paths, groups = self.flatten or {}, dict[str, int]()
+        keys = [top_level_key(paths.get(name)) for name in self.tensors.names]
+        return np.array([groups.setdefault(key, len(groups)) for key in keys], dtype=np.int64)
+
+    @property
+    def segment_first(self) -> int:
+        """Index of the piece of the first segment; the number of pieces if there are no segments."""
+        return len(self.pieces.shard) - (len(self.segments.tensors) if self.segments is not None else 0)
+
+    @property
+    def chunk_counts(self) -> I64:
+        """Number of chunks of each tensor, whether their segments were joined or not."""
+        return self.tensors.chunks if self.segments is None else self.segments.chunks
 
     @property
     def total_bytes(self) -> int:

@@ -16,20 +16,20 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from dcp_remote.common import digests
 from dcp_remote.common.arrays import I64
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.format.columns import encode_bytes, encode_column, sum_column, unpack_column
-from dcp_remote.format.document import DOCUMENT_BYTES_MAX, VERSION, open_document, parse, seal, unseal
+from dcp_remote.format.columns import encode_column, sum_column, unpack_column
+from dcp_remote.format.document import DOCUMENT_BYTES_MAX, SEGMENTS, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
     Manifest,
     Pieces,
     RunInfo,
+    SegmentTable,
     Shards,
     StoredObject,
     TensorKind,
@@ -43,11 +43,6 @@ CHECKPOINT, TOMBSTONE = "checkpoint", "tombstone"
 
 # Decoded metadata takes up to 30 times the memory of its text.
 USER_BYTES_MAX = 1 * MiB
-
-_DIGEST = np.dtype(f"V{DIGEST_BYTES}")
-
-# Text in place of a column, whose text is long and is made in parts; JSON has this byte nowhere.
-_LEFT_OUT = b"\0"
 
 # First field of a document that `reencode` made.
 _NONCE = re.compile(rb'\{"nonce":"[0-9a-f]{32}",')
@@ -108,7 +103,16 @@ class _Run(msgspec.Struct):
     thinned: tuple[str, ...]
 
 
-class _Document(msgspec.Struct):
+class _Segments(msgspec.Struct):
+    shards: I64
+    shard: I64
+    tensors: I64
+    tensor: I64
+    offsets: I64
+    sizes: I64
+
+
+class _Document(msgspec.Struct, omit_defaults=True):
     format: str
     version: str
     requires: list[str]
@@ -127,6 +131,7 @@ class _Document(msgspec.Struct):
     objects: _Objects
     flatten: Mapping[str, tuple[str | int, ...]] | None
     user: msgspec.Raw
+    segments: _Segments | None = None
 
 
 def _unpack_column(_: type, text: object) -> object:
@@ -141,6 +146,7 @@ _HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document, 
 _USER = msgspec.json.Decoder(dict[str, Any])
 
 _values_of_kind = operator.attrgetter(*_Kind.__struct_fields__)
+_columns_of_segments = operator.attrgetter(*_Segments.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +167,15 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
     user = _encode(dict(manifest.user))
     if len(user) > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=len(user), limit_bytes=USER_BYTES_MAX)
-    tensors, run = manifest.tensors, manifest.run
+    tensors, run, pieces, segments = manifest.tensors, manifest.run, manifest.pieces, manifest.segments
+    chunks = _Chunks(tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces)
+    if segments is not None:  # which have all of this
+        pieces = pieces.take(np.arange(tensors.piece_first[-1], len(pieces.shard)))
+        chunks = _Chunks(*[np.zeros(0, dtype=np.int64)] * 3)
     document = _Document(
         format=FORMAT,
         version=VERSION,
-        requires=[],
+        requires=[] if segments is None else [SEGMENTS],
         kind=CHECKPOINT,
         save_id=manifest.save_id,
         replaces=manifest.replaces,
@@ -176,17 +186,17 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
         if run is not None
         else None,
         digest=digests.ALGORITHM,
-        shards=replace(manifest.shards, table_digests=_as_array(manifest.shards.table_digests)),
+        shards=manifest.shards,
         tensors=_Tensors(
             tensors.names,
             [_Kind(*_values_of_kind(kind)) for kind in tensors.kinds],
             tensors.kind,
             tensors.dimensions,
             tensors.shape,
-            tensors.chunks,
+            manifest.chunk_counts,
         ),
-        chunks=_Chunks(tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces),
-        pieces=replace(manifest.pieces, digests=_as_array(manifest.pieces.digests)),
+        chunks=chunks,
+        pieces=pieces,
         objects=_Objects(
             inline={name: msgspec.Raw(text) for name, text in manifest.inline.items()},
             stored=[_Stored(item.name, item.encoding, item.pieces) for item in manifest.stored],
@@ -194,30 +204,18 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
         ),
         flatten=manifest.flatten,
         user=msgspec.Raw(user),
+        segments=_Segments(*_columns_of_segments(segments)) if segments is not None else None,
     )
-    columns: list[NDArray[Any]] = []
-
-    def leave_out(values: object) -> msgspec.Raw:
-        """Encode the only values of a document that msgspec does not know."""
-        assert isinstance(values, np.ndarray)
-        columns.append(values)
-        return msgspec.Raw(_LEFT_OUT)
-
-    first, *rest = _encode(document, columns=leave_out).split(_LEFT_OUT)
-    parts = [first]
-    for values, text in zip(columns, rest, strict=True):
-        is_digests = values.dtype == _DIGEST
-        encoded = encode_bytes(values.view(np.uint8).data) if is_digests else encode_column(values)
-        parts += [b'"', *encoded, b'"', text]
-    return seal(*parts)
+    return seal(_encode(document, columns=_encode_column))
 
 
-def _as_array(digests: bytes) -> Any:
-    """Return digests as a value that msgspec does not know, as the columns are: it would encode them in one call."""
-    return np.frombuffer(digests, dtype=_DIGEST)
+def _encode_column(values: object) -> str:
+    """Encode the only values of a document that msgspec does not know."""
+    assert isinstance(values, np.ndarray)
+    return encode_column(values)
 
 
-def _encode(value: object, *, columns: Callable[[object], object] | None = None) -> bytes:
+def _encode(value: object, *, columns: Callable[[object], str] | None = None) -> bytes:
     try:
         return msgspec.json.encode(value, enc_hook=columns)
     except (TypeError, ValueError, RecursionError) as error:
@@ -271,7 +269,10 @@ def decode_head(data: bytes) -> Head:
 
 
 def decode(data: bytes) -> Manifest | None:
-    """Decode and check a document. Return None for a tombstone, which says that there is no checkpoint."""
+    """Decode and check a document. Return None for a tombstone, which says that there is no checkpoint.
+
+    Of a manifest in segments, no segment is joined (`segments.py`).
+    """
     text = open_document(data, FORMAT)
     head = _head(text)
     if head.kind == TOMBSTONE:
@@ -285,7 +286,12 @@ def decode(data: bytes) -> Manifest | None:
             digest=document.digest,
         )
     tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
+    if (document.segments is not None) != (SEGMENTS in document.requires):
+        raise CorruptCheckpointError("The manifest is damaged: it has segments and does not say so, or none.")
     _sum_columns(document)
+    segments = None
+    if document.segments is not None:
+        segments = SegmentTable(tensors.chunks, *_columns_of_segments(document.segments))
     # Python's integers, since the document may claim any number of pieces.
     first_pieces = accumulate((item.pieces for item in objects.stored), initial=int(chunks.pieces.sum()))
     return check(
@@ -307,7 +313,7 @@ def decode(data: bytes) -> Manifest | None:
                 kind=tensors.kind,
                 dimensions=tensors.dimensions,
                 shape=tensors.shape,
-                chunks=tensors.chunks,
+                chunks=tensors.chunks if segments is None else np.zeros_like(tensors.chunks),
                 chunk_offsets=chunks.offsets,
                 chunk_sizes=chunks.sizes,
                 chunk_pieces=chunks.pieces,
@@ -321,6 +327,7 @@ def decode(data: bytes) -> Manifest | None:
             positions=tuple(objects.positions.tolist()),
             flatten=document.flatten,
             user=_user(document.user),
+            segments=segments,
         )
     )
 
@@ -367,9 +374,12 @@ def _sum_columns(document: _Document) -> None:
             "The manifest is damaged: a tensor has more dimensions than torch allows.", dimensions_max=DIMENSIONS_MAX
         )
     tensors.shape = sum_column(tensors.shape, name="tensors.shape", count=_total(tensors.dimensions))
-    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=_total(tensors.chunks))
+    own, values = _total(tensors.chunks), _total(tensors.dimensions * tensors.chunks)
+    if document.segments is not None:
+        own, values = 0, 0
+        _sum_segments(document.segments, tensors.dimensions)
+    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=own)
     _total(chunks.pieces)
-    values = _total(tensors.dimensions * tensors.chunks)
     chunks.offsets = sum_column(chunks.offsets, name="chunks.offsets", count=values)
     chunks.sizes = sum_column(chunks.sizes, name="chunks.sizes", count=values)
     count = len(shards.keys)
@@ -391,6 +401,18 @@ def _sum_columns(document: _Document) -> None:
     )
     count = len(objects.inline) + len(objects.stored)
     objects.positions = sum_column(objects.positions, name="objects.positions", count=count)
+
+
+def _sum_segments(segments: _Segments, dimensions: I64) -> None:
+    segments.tensors = sum_column(segments.tensors, name="segments.tensors")
+    segments.shards = sum_column(segments.shards, name="segments.shards", count=len(segments.tensors))
+    segments.shard = sum_column(segments.shard, name="segments.shard", count=_total(segments.shards))
+    segments.tensor = sum_column(segments.tensor, name="segments.tensor", count=_total(segments.tensors))
+    if len(segments.tensor) and int(segments.tensor.max()) >= len(dimensions):
+        raise CorruptCheckpointError("The manifest is damaged: a segment has a tensor that is not listed.")
+    values = _total(dimensions[segments.tensor])
+    segments.offsets = sum_column(segments.offsets, name="segments.offsets", count=values)
+    segments.sizes = sum_column(segments.sizes, name="segments.sizes", count=values)
 
 
 def _require_digests(data: bytes, count: int, *, name: str) -> None:

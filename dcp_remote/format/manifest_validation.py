@@ -15,6 +15,7 @@ import numpy as np
 
 from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
 from dcp_remote.common.digests import BLOCK_BYTES_MIN, DIGEST_BYTES, table_entries
+from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
 from dcp_remote.format.columns import VALUE_MAX
 from dcp_remote.format.dtypes import ITEM_BYTES
@@ -28,6 +29,7 @@ from dcp_remote.format.manifest import (
     Manifest,
     Pieces,
     RunInfo,
+    SegmentTable,
     Shards,
     TensorKind,
     Tensors,
@@ -52,23 +54,29 @@ PATH_PARTS_MAX = 1_000
 # million requests.
 STREAM_BYTES_MAX = 4 * 1024**4
 
+# A segment is read whole, and has 4 MiB for 200,000 pieces.
+SEGMENT_BYTES_MAX = 64 * MiB
+
 
 def check(manifest: Manifest, *, is_known: bool = False) -> Manifest:
     """Check a manifest and return it. Called before a manifest is written, and after one is read.
 
     `is_known` is true if only names of shards, digests and inline objects differ from a manifest that was checked.
-    Takes time linear in the number of chunks and pieces for every regular layout, and refuses irregular layouts that
-    would take much longer. A dtype or an encoding that this version does not know is no damage
+    The tiling is not checked of tensors that have chunks in segments that are not joined. Takes time linear in the
+    number of chunks and pieces for every regular layout, and refuses irregular layouts that would take much longer. A
+    dtype or an encoding that this version does not know is no damage
     (`UnsupportedFormatError`).
     """
     check_saves(manifest.save_id, manifest.replaces)
     _check_shards(manifest.shards)
     if not is_known:
         _check_kinds(manifest.tensors.kinds)
-        _check_tensors(manifest.tensors)
+        _check_tensors(manifest.tensors, manifest.chunk_counts)
         _check_pieces(manifest)
         _check_objects(manifest)
         _check_flatten(manifest)
+    if manifest.segments is not None:
+        _check_segments(manifest, manifest.segments)
     if not 1 <= manifest.world_size <= VALUE_MAX:
         raise _damaged("the number of ranks is out of bounds", world_size=manifest.world_size)
     if manifest.run is not None:
@@ -130,15 +138,20 @@ def _check_kinds(kinds: tuple[TensorKind, ...]) -> None:
             )
 
 
-def _check_tensors(tensors: Tensors) -> None:
+def _check_tensors(tensors: Tensors, chunk_counts: I64) -> None:
     if len(tensors.index) != len(tensors.names):
         raise _damaged("two tensors have the same name")
     if tensors.names and int(tensors.kind.max()) >= len(tensors.kinds):
         raise _damaged("a tensor has a kind that is not listed")
     comparisons = Comparisons()
     # Most tensors of a large state dict are one chunk, which needs no check of the tiling.
-    whole = tensors.chunks == 1
-    for number in np.flatnonzero(~whole).tolist():
+    has_all = tensors.chunks == chunk_counts
+    whole = has_all & (tensors.chunks == 1)
+    for number in np.flatnonzero(~has_all).tolist():
+        _checked_shape(tensors, number)
+        if tensors.kind_of(number).encoding != RAW and chunk_counts[number] != 1:
+            raise _damaged("a tensor stored as a stream does not have exactly one chunk", tensor=tensors.names[number])
+    for number in np.flatnonzero(has_all & ~whole).tolist():
         shape = _checked_shape(tensors, number)
         offsets, sizes = tensors.boxes_of(number)
         if tensors.kind_of(number).encoding != RAW:
@@ -183,7 +196,7 @@ def _check_pieces(manifest: Manifest) -> None:
         if item.pieces < 1:
             raise _damaged("a stored object has no pieces", object=item.name)
     count = len(pieces.shard)
-    if count != int(tensors.piece_first[-1]) + sum(item.pieces for item in manifest.stored):
+    if manifest.segment_first != int(tensors.piece_first[-1]) + sum(item.pieces for item in manifest.stored):
         raise _damaged("the number of pieces is not that of the chunks and objects", pieces=count)
     if count and int(pieces.shard.max()) >= len(shards.keys):
         raise _damaged("a piece is in a shard that is not listed")
@@ -199,6 +212,25 @@ def _check_pieces(manifest: Manifest) -> None:
         raise _damaged("two pieces overlap")
     _check_tables(shards, pieces)
     _check_chunk_lengths(tensors, pieces)
+
+
+def _check_segments(manifest: Manifest, segments: SegmentTable) -> None:
+    tensors, owner = manifest.tensors, segments.owner
+    if len(segments.shard) and int(segments.shard.max()) >= len(manifest.shards.keys):
+        raise _damaged("a segment has a shard that is not listed")
+    is_same = owner[1:] == owner[:-1]
+    if bool((segments.tensors < 1).any() or (is_same & (np.diff(segments.tensor) < 1)).any()):
+        raise _damaged("the tensors of a segment are not in order")
+    # Otherwise a key could not be dropped from the checkpoint without writing the segment anew.
+    if bool((is_same & (np.diff(manifest.tensor_groups[segments.tensor]) != 0)).any()):
+        raise _damaged("a segment has tensors of several top-level keys")
+    shape = tensors.shape[concat_ranges(tensors.shape_first[segments.tensor], tensors.dimensions[segments.tensor])]
+    if bool((segments.offsets + segments.sizes > shape).any()):
+        raise _damaged("a segment has a box outside its tensor")
+    if bool((manifest.pieces.length[manifest.segment_first :] > SEGMENT_BYTES_MAX).any()):
+        raise _damaged("a segment is too large", limit_bytes=SEGMENT_BYTES_MAX)
+    if bool((tensors.chunks > segments.chunks).any()):
+        raise _damaged("a tensor has more chunks in the segments than in the manifest")
 
 
 def _check_tables(shards: Shards, pieces: Pieces) -> None:

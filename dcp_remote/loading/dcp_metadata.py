@@ -166,6 +166,13 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return numbers
 
 
+def held_boxes(value: Any) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Return the offsets and sizes of the boxes that a tensor of the state holds on this rank."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    return [(chunk.offsets, chunk.sizes) for chunk in _create_chunk_list(value)]
+
+
 def plan_value(name: str, value: Any, source: str, entry: STORAGE_TYPES) -> list[ReadItem]:
     """Return torch's items that read the entry `source` of a checkpoint into a value that fits it.
 

@@ -36,6 +36,7 @@ from typing import Self, cast
 
 import numpy as np
 
+from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import WAKE_SECONDS, Workers
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.peer_sockets import configure_socket, connect, listen_on_tcp, listen_on_unix_socket
@@ -410,17 +411,26 @@ class Announcement:
 
     address: Address | None  # address at which the rank serves what it has read; None if it takes no part
     wanted: bytes  # blocks that the rank wants, as `encode_wanted` returns them
+    # Digest of the chunks in the rank's manifest; b"" if it has all. Others number the blocks of other chunks.
+    chunks: bytes = b""
 
 
 def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, Announcement]], list[int]]:
     """Return the cohorts, and for each rank the number of its cohort; called on the coordinator. Pure.
 
-    A cohort is the ranks that read together, ascending, each with its announcement. Equal `wanted` become one object,
-    which pickle writes once.
+    A cohort is the ranks that read together, ascending, each with its announcement; all have the same segments of the
+    manifest. Equal `wanted` become one object, which pickle writes once.
     """
     interned = {announcement.wanted: announcement.wanted for announcement in announcements}
     keys = {wanted: grouping_key(decode_wanted(wanted)) for wanted in interned}
-    split = split_into_cohorts([keys[announcement.wanted] for announcement in announcements])
+    alike: dict[bytes, list[int]] = {}
+    for rank, announcement in enumerate(announcements):
+        alike.setdefault(announcement.chunks, []).append(rank)
+    split = [
+        [ranks[number] for number in numbers]
+        for ranks in alike.values()
+        for numbers in split_into_cohorts([keys[announcements[rank].wanted] for rank in ranks])
+    ]
     cohorts = [
         {rank: Announcement(announcements[rank].address, interned[announcements[rank].wanted]) for rank in ranks}
         for ranks in split
@@ -504,7 +514,10 @@ class PeerExchange:
                 error,
             )
         address = self._server.address if self._server is not None else None
-        return Announcement(address, encode_wanted(manifest, wanted))
+        tensors, chunks = manifest.tensors, b""
+        if manifest.segments is not None:
+            chunks = digest(tensors.chunks.tobytes() + tensors.chunk_offsets.tobytes())
+        return Announcement(address, encode_wanted(manifest, wanted), chunks)
 
     def begin(
         self, store: ObjectStore, manifest: Manifest, wanted: Wanted, cohort: Mapping[int, Announcement]

@@ -11,11 +11,11 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.loading.dcp_metadata import SourceMeta, plan_value
+from dcp_remote.loading.dcp_metadata import SourceMeta, held_boxes, plan_value
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.state_check import Comparison, StateCheck, compare_state
 from dcp_remote.loading.state_verdict import Verdict, judge
@@ -157,6 +157,19 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             for name, source in self.comparison.sources.items():
                 items += plan_value(name, self.state_dict[name], source, saved[source])
         return LoadPlan(items, planner_data=check)
+
+    def wanted_boxes(self) -> dict[str, list[tuple[Sequence[int], Sequence[int]]]]:
+        """Return the offsets and sizes of the boxes that this rank loads, by the name of the tensor in the checkpoint.
+
+        For the metadata of a manifest in segments, before the chunks are there that `create_local_plan` needs.
+        """
+        boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
+        assert self.metadata is not None, "set_up_planner has stored it"
+        saved = self.metadata.state_dict_metadata
+        for name, source in self.comparison.sources.items() if not self.comparison.check.has_misfits else ():
+            if isinstance(saved[source], TensorStorageMetadata):
+                boxes.setdefault(source, []).extend(held_boxes(self.state_dict[name]))
+        return boxes
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Judge the checks of all ranks, and log what is kept or left out; called on the coordinator.

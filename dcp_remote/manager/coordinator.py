@@ -12,6 +12,9 @@ from typing import Any
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
+from dcp_remote.format.keys import origin
+from dcp_remote.format.segments import segment_keys
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
 from dcp_remote.run.lookup import note_last, read_manifest_at
@@ -65,6 +68,9 @@ class Coordinator:
         self._store = store
         self._job = job
         self._dedup = dedup
+        # Checkpoint that was committed last (save_id and manifest key), and keys of its segments by their digests.
+        self._named_by: tuple[str, str] | None = None
+        self._segments: dict[bytes, str] = {}
         # Deletes what a commit or a failed save leaves. Uncounted, because its requests belong to no save, although
         # they run beside one.
         self.background_deletions = BackgroundDeletions(store.uncounted, retention)
@@ -151,24 +157,38 @@ class Coordinator:
         Raises:
             DcpRemoteError: See `manifest_assembly.assemble_manifest` and `JobSession.commit`.
         """
-        manifest, body = assemble_manifest(
-            planned, reports, url=self._store.url, save_id=begun.save_id, run=begun.run, user=user
+        run = begun.run
+        manifest, body, segments = assemble_manifest(
+            planned,
+            reports,
+            url=self._store.url,
+            save_id=begun.save_id,
+            run=run,
+            user=user,
+            segment_names=ShardNames(0, origin(revision=run.revision, step=run.step)),
+            # As of any shard that is reused: the commit asks for the checkpoint that names them.
+            segments_known=self._segments if begun.reused == self._named_by else {},
         )
         collective.set_activity("waiting until old checkpoints are deleted")
         self.background_deletions.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
         collective.set_activity("committing")
         collective.begin_commit()
-        put = [key for report in reports for key in report.put_keys]
+        put = [*(key for report in reports for key in report.put_keys), *segments]
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
-            there = now.entry_at(begun.run.step)
+            there = now.entry_at(run.step)
             if there is not None and there.save_id != begun.save_id:
                 replaced[there.manifest] = there
 
         try:
             catalog, entry = self._job.commit(
-                begun, body, size_bytes=manifest.total_bytes, deadline=collective.deadline, look=look
+                begun,
+                body,
+                size_bytes=manifest.total_bytes,
+                deadline=collective.deadline,
+                segments=segments,
+                look=look,
             )
         except BaseException as error:
             self.failed(begun, put, replaced=replaced.values())
@@ -183,6 +203,7 @@ class Coordinator:
             unnamed=set(put).difference(manifest.shards.keys),
         )
         note_last(self._store, entry)
+        self._named_by, self._segments = (entry.save_id, entry.manifest), segment_keys(manifest)
         return Committed(entry.save_id, entry.manifest, manifest.total_bytes, find_orphaned_shards(manifest, reports))
 
     def failed(self, begun: SaveTicket, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:

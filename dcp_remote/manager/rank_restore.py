@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import Manifest
+from dcp_remote.format.segments import find_segments
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.load_options import LoadOptions, rename_path
@@ -44,6 +45,7 @@ from dcp_remote.run.lookup import (
     fetch_entry,
     find_entry,
     find_newest,
+    join_segments,
     no_run,
     require_no_checkpoint_by_itself,
 )
@@ -104,6 +106,7 @@ class _CheckDigest:
 class _PlannedRestore:
     """Template of a restore that every rank has agreed to, and the plan that reads into it."""
 
+    manifest: Manifest  # of one in segments, with the chunks of those that this rank needs
     template: dict[str, Any]
     keys: TextKeys
     planner: RemoteLoadPlanner
@@ -158,6 +161,7 @@ class RankRestore:
             collective.gather(None, _require_no_failure)
             exchange = self._exchange() if self.ranks.world_size > 1 else None
             planned = self._plan(entry, manifest, state, made)
+            manifest = planned.manifest
         planned_seconds = time.monotonic()
         with self.operation.phase("reading"):
             collective.set_activity(f"reading step {entry.step}")
@@ -242,7 +246,7 @@ class RankRestore:
         data = chosen.manifest
         if data is None:
             data = fetch_entry(self.store, chosen.entry, retry_seconds=self._retry_seconds())
-        return decode_entry(self.store, chosen.entry, data, retry_seconds=self._retry_seconds())
+        return decode_entry(self.store, chosen.entry, data, retry_seconds=self._retry_seconds(), whole=False)
 
     def _retry_seconds(self) -> float:
         """Return the seconds for which one request is retried."""
@@ -272,11 +276,16 @@ class RankRestore:
             checkpoint_id=self.store.url, step=entry.step, thinned=entry.thinned, rank=rank, renamed=renamed
         )
         planner.set_up_planner(keys.template, metadata, self.ranks.is_coordinator)
+        if manifest.segments is not None:
+            needed = find_segments(manifest, planner.wanted_boxes())
+            join = partial(join_segments, self.store, manifest, needed, retry_seconds=self._retry_seconds())
+            manifest = self.collective.run_in_thread(join)
+            planner.metadata = replace(to_dcp_metadata(manifest), storage_meta=metadata.storage_meta)
         plan = planner.create_local_plan()
         verdict = self._agree(planner, entry.step)
         self._require_no_lost_values(find_lost_values(manifest, plan, planner.lookup_tensor), entry.step)
         parameters = options.renamed_parameters(names, links)
-        return _PlannedRestore(template, keys, planner, plan, verdict, parameters)
+        return _PlannedRestore(manifest, template, keys, planner, plan, verdict, parameters)
 
     def _agree(self, planner: RemoteLoadPlanner, step: int) -> Verdict:
         """Agree with all ranks that the checkpoint fits; return the verdict of the coordinator, which logs warnings.

@@ -6,6 +6,8 @@ import logging
 import time
 from dataclasses import replace
 
+from torch.distributed.checkpoint.planner import SavePlan
+
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.coordination.collective import Collective
@@ -13,6 +15,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
 from dcp_remote.format.catalog import Owner
 from dcp_remote.format.keys import origin
+from dcp_remote.format.segments import find_segments
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
 from dcp_remote.manager.progress import Progress, ProgressSetting, start_progress
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
@@ -20,10 +23,10 @@ from dcp_remote.manager.save_planning import Agreed, RankPlanning, Replicas, Tas
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import SaveTicket
-from dcp_remote.run.lookup import read_manifest_at
+from dcp_remote.run.lookup import join_segments, read_manifest_at
 from dcp_remote.saving.dedup import Baseline
 from dcp_remote.saving.packing import choose_shard_bytes
-from dcp_remote.saving.plan_cache import chunk_bytes
+from dcp_remote.saving.plan_cache import chunk_bytes, planned_boxes
 from dcp_remote.saving.rank_report import RankReport, SentReport, WrittenShard
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
@@ -171,7 +174,9 @@ class RankSaver:
         run = agreed.ticket.run
         collective.set_activity("uploading")
         baseline = self._find_baseline(
-            agreed.ticket, retry_seconds=min(_BASELINE_SECONDS, collective.deadline.remaining_seconds() / 4)
+            agreed.ticket,
+            agreed.plan,
+            retry_seconds=min(_BASELINE_SECONDS, collective.deadline.remaining_seconds() / 4),
         )
         put: list[int] = []
 
@@ -204,8 +209,11 @@ class RankSaver:
         progress.add(report.figures.reused_bytes)
         return report
 
-    def _find_baseline(self, ticket: SaveTicket, *, retry_seconds: float) -> Baseline | None:
-        """Return what this rank wrote last, or else what the newest checkpoint holds; None if nothing may be reused."""
+    def _find_baseline(self, ticket: SaveTicket, plan: SavePlan, *, retry_seconds: float) -> Baseline | None:
+        """Return what this rank wrote last, or else what the newest checkpoint holds; None if nothing may be reused.
+
+        Of a manifest in segments, this rank reads those that may have chunks of its plan.
+        """
         if ticket.reused is None:
             return None
         if self._last is not None and self._last[0] == ticket.reused:
@@ -213,6 +221,8 @@ class RankSaver:
         save_id, key = ticket.reused
         try:
             manifest = read_manifest_at(self._store, key, save_id=save_id, retry_seconds=retry_seconds)
+            needed = find_segments(manifest, planned_boxes(plan))
+            manifest = join_segments(self._store, manifest, needed, retry_seconds=retry_seconds)
         except DcpRemoteError as error:
             logger.warning(
                 "%s: all data is uploaded again, because the manifest of the newest checkpoint cannot be read: %s",

@@ -55,7 +55,8 @@ class Updates:
         if held is None or held() is None:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
             self._owned.pop(id(optimizer), None)  # of a dead optimizer that had the same `id`
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            # Not traced by `torch.compile`, which would move the wait for the copies to another place of the step.
+            self._hooks.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
 
     def come(self) -> None:
         """Wait for the copies of the whole state."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import digest
+from dcp_remote.common.threads import in_parallel
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -50,7 +51,6 @@ from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import swap
 from dcp_remote.run.conditional_put import Backoff, put_until_settled
 from dcp_remote.run.info import require_run
-from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import (
     explain_missing_shard,
     find_entry,

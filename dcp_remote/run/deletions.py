@@ -271,7 +271,7 @@ class Deletions:
             if entry.step not in steps or len(ready) == _THINNED_AT_ONCE_MAX:
                 continue
             try:
-                manifest = read_entry(self._store, entry, retry_seconds=deadline.remaining_seconds())
+                manifest = read_entry(self._store, entry, retry_seconds=deadline.remaining_seconds(), whole=False)
             except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 unreadable[entry] = error
                 continue

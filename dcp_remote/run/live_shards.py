@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterable
 
 import zstandard
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.threads import Workers, submit_or_run
+from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -20,12 +18,6 @@ from dcp_remote.errors import (
 from dcp_remote.format.catalog import Entry
 from dcp_remote.run.lookup import read_entry
 from dcp_remote.storage.base import ObjectStore
-
-_S = TypeVar("_S")
-_T = TypeVar("_T")
-
-# Bounds memory: a manifest of a million chunks takes 100 MB while it is decoded.
-READS_IN_FLIGHT = 4
 
 
 class LiveShards:
@@ -58,7 +50,7 @@ class LiveShards:
 
         def keys_of(entry: Entry) -> bytes | DcpRemoteError:
             try:
-                manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds())
+                manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds(), whole=False)
             except (CheckpointNotFoundError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 if isinstance(error.__cause__, PermissionDeniedError):
                     raise error.__cause__ from None  # it may be there: of what is not live, no manifest is missed
@@ -92,15 +84,3 @@ class LiveShards:
 
 def _pack(keys: Iterable[str]) -> bytes:
     return zstandard.ZstdCompressor().compress("\n".join(keys).encode("ascii"))
-
-
-def in_parallel(call: Callable[[_S], _T], values: Sequence[_S], *, threads: int = READS_IN_FLIGHT) -> list[_T]:
-    """Call a function with each value, some at a time; return the results in order, or raise the first error."""
-    if len(values) <= 1:
-        return [call(value) for value in values]
-    workers = Workers(threads, "dcp_remote-run")
-    try:
-        futures = [submit_or_run(workers, partial(call, value)) for value in values]
-        return [future.result() for future in futures]
-    finally:
-        workers.shutdown(wait=False)

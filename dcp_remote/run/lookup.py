@@ -9,7 +9,7 @@ import difflib
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from typing import SupportsIndex, TypeVar
 
 from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.common.hedging import is_far
-from dcp_remote.common.threads import begin_early
+from dcp_remote.common.threads import begin_early, in_parallel
 from dcp_remote.errors import (
     CheckpointExistsError,
     CheckpointGoneError,
@@ -36,6 +36,7 @@ from dcp_remote.format.document import STORED_BYTES_MAX, unseal
 from dcp_remote.format.entry_names import near_names
 from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.format.segments import Segment, decode_segment, join, place_of
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.commit import read_slot
 from dcp_remote.run.foreign_checkpoints import describe_foreign
@@ -57,6 +58,9 @@ _NAMES_COMPARED_MAX = 5_000
 
 # Time to look for older steps, in seconds: the load has failed, and its deadline may be near.
 _OLDER_SECONDS = 5.0
+
+# Segments that are read at a time: the memory of a manifest takes more.
+_SEGMENTS_IN_FLIGHT = 16
 
 # The look for similar names only completes a message: a page of a listing, and so many seconds.
 _NEAR_KEYS = 1_000
@@ -88,7 +92,7 @@ def read_stored(store: ObjectStore) -> Stored:
 def read_manifest(
     store: ObjectStore, *, step: int | str | None = None, retry_seconds: float = RANGE_RETRY_SECONDS
 ) -> Manifest:
-    """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given).
+    """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given), and one per segment.
 
     `step` is the step or name of a checkpoint of a run; None and `NEWEST_WORDS` are a checkpoint by itself, or the
     newest of a run. From a cloud, manifest.json, the catalog and the manifest that the process read last are asked for
@@ -114,7 +118,7 @@ def read_manifest(
                 stored = None
             if stored is not None and stored.manifest is not None:
                 note_last(store, None)
-                return stored.manifest
+                return join_segments(store, stored.manifest, retry_seconds=retry_seconds)
         catalog = read_early()
         if catalog is not None:
             entry = find_entry(catalog, step, url=store.url)
@@ -198,10 +202,12 @@ def no_such_entry(
     )
 
 
-def read_entry(store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS) -> Manifest:
+def read_entry(
+    store: ObjectStore, entry: Entry, *, retry_seconds: float = RANGE_RETRY_SECONDS, whole: bool = True
+) -> Manifest:
     """Read and check the manifest of a checkpoint of a run, as `fetch_entry` and `decode_entry` do."""
     data = fetch_entry(store, entry, retry_seconds=retry_seconds)
-    return decode_entry(store, entry, data, retry_seconds=retry_seconds)
+    return decode_entry(store, entry, data, retry_seconds=retry_seconds, whole=whole)
 
 
 def fetch_entry(
@@ -290,22 +296,70 @@ def note_last(store: ObjectStore, entry: Entry | None) -> None:
 
 
 def decode_entry(
-    store: ObjectStore, entry: Entry, data: bytes, *, retry_seconds: float = RANGE_RETRY_SECONDS
+    store: ObjectStore,
+    entry: Entry,
+    data: bytes,
+    *,
+    retry_seconds: float = RANGE_RETRY_SECONDS,
+    whole: bool = True,
 ) -> Manifest:
-    """Decode the result of `fetch_entry` on this rank or another; no request, but one GET if the data is damaged."""
+    """Decode the result of `fetch_entry` on this rank or another; no request, but one GET if the data is damaged.
+
+    If the manifest is to be `whole`, its segments are read as well, if it has any: one GET each.
+    """
     try:
-        return _decode_at(store, entry.manifest, data, save_id=entry.save_id)
+        manifest = _decode_at(store, entry.manifest, data, save_id=entry.save_id)
     except CorruptCheckpointError:
         data = fetch_entry(RereadingStore(store), entry, retry_seconds=retry_seconds)
-        return _decode_at(store, entry.manifest, data, save_id=entry.save_id)
+        manifest = _decode_at(store, entry.manifest, data, save_id=entry.save_id)
+    return join_segments(store, manifest, retry_seconds=retry_seconds) if whole else manifest
 
 
 def read_manifest_at(
     store: ObjectStore, key: str, *, save_id: str, retry_seconds: float = RANGE_RETRY_SECONDS
 ) -> Manifest:
-    """Read and check the manifest of a save into a run, without a catalog; one GET, and one more if it is damaged."""
+    """Read and check the manifest of a save into a run, without a catalog and segments; one GET, two if damaged."""
     decode = partial(_decode_at, store, key, save_id=save_id)
     return get_decoded(RetryingStore(store, Deadline(retry_seconds)), key, decode, limit_bytes=STORED_BYTES_MAX)[1]
+
+
+def join_segments(
+    store: ObjectStore, manifest: Manifest, segments: Sequence[int] | None = None, *, retry_seconds: float
+) -> Manifest:
+    """Return a manifest with the chunks of these segments, None for all; nothing is done if the manifest has none.
+
+    `manifest` is as it was decoded. One GET for each segment, 16 at a time, and one more for a damaged one.
+
+    Raises:
+        CheckpointGoneError: The checkpoint was deleted, replaced or thinned since its manifest was read.
+        CorruptCheckpointError: A segment is damaged or missing; the message names its shard.
+    """
+    if manifest.segments is None:
+        return manifest
+
+    def read(segment: int) -> Segment:
+        key, start, length = place_of(manifest, segment)
+        data = memoryview(bytearray(length))
+        reading = RetryingStore(store, Deadline(retry_seconds))
+        try:
+            reading.get_into(key, start, data)
+            return decode_segment(manifest, segment, data)
+        except CorruptCheckpointError:
+            RereadingStore(reading).get_into(key, start, data)
+            return decode_segment(manifest, segment, data)
+
+    try:
+        numbers = range(len(manifest.segments.tensors)) if segments is None else segments
+        return join(manifest, in_parallel(read, numbers, threads=_SEGMENTS_IN_FLIGHT))
+    except CorruptCheckpointError as error:
+        raise error.with_details(url=store.url) from error
+    except (ObjectNotFoundError, PermissionDeniedError) as error:
+        gone = explain_missing_shard(store, manifest, retry_seconds=retry_seconds, error=error)
+        if gone is None and isinstance(error, PermissionDeniedError):
+            raise
+        raise gone or CorruptCheckpointError(
+            "A segment of the manifest is missing. Use another checkpoint.", url=store.url, cause=error
+        ) from error
 
 
 def _decode_at(store: ObjectStore, key: str, data: bytes, *, save_id: str) -> Manifest:

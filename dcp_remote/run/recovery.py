@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.provenance import describe_process
+from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import (
     CommitConflictError,
     CorruptCheckpointError,
@@ -33,7 +34,6 @@ from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.catalog_store import unknown_swap
 from dcp_remote.run.conditional_put import Backoff, FailedPut, Found, find, put_until_settled, require_compare_and_swap
 from dcp_remote.run.gc import TIMEOUT_SECONDS
-from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import not_found
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes

@@ -8,11 +8,11 @@ from functools import partial
 from itertools import islice
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import DcpRemoteError, TransientStorageError
 from dcp_remote.format.catalog import CATALOG_KEY, Entry
 from dcp_remote.format.keys import MANIFESTS_PREFIX, revision_of
 from dcp_remote.run.catalog_store import require_catalog
-from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.retrying import RetryingStore
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_remote.common.arrays import sorted_unique
-from dcp_remote.format.manifest import Manifest, Pieces, Shards, StoredObject, Tensors
+from dcp_remote.format.entry_names import top_level_key
+from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards, StoredObject, Tensors
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -22,16 +23,23 @@ def drop_keys(manifest: Manifest, keys: Collection[str]) -> Manifest:
     """Return a manifest without these top-level keys; the very same manifest if it has none of them.
 
     The other entries keep their order and their places in the shards. Shards without any of them are left out.
-    `run.thinned` lists the keys that were dropped.
+    `run.thinned` lists the keys that were dropped. Segments need not be joined. They go with the tensors of a key, and
+    tensors at the top of the state dict, which share segments, stay.
     """
     tops = {name: _top_key(manifest, name) for name in manifest.names()}
     gone = {name for name, top in tops.items() if top in keys}
+    if manifest.segments is not None:
+        paths = manifest.flatten or {}
+        gone = {name for name in gone if name not in manifest.tensors.index or top_level_key(paths.get(name))}
     if not gone:
         return manifest
     tensors, chunk_pieces = _take_tensors(manifest.tensors, gone)
     stays = [item.name not in gone for item in manifest.stored]
     stored_pieces = np.repeat(_mask(stays), np.array([item.pieces for item in manifest.stored], dtype=np.int64))
-    shards, pieces = _take_pieces(manifest.shards, manifest.pieces, np.concatenate([chunk_pieces, stored_pieces]))
+    segments, segment_pieces = _take_segments(manifest, gone)
+    shards, pieces, segments = _take_pieces(
+        manifest, np.concatenate([chunk_pieces, stored_pieces, segment_pieces]), segments
+    )
     inline = {name: text for name, text in manifest.inline.items() if name not in gone}
     stored: list[StoredObject] = []
     first = int(chunk_pieces.sum())
@@ -46,6 +54,7 @@ def drop_keys(manifest: Manifest, keys: Collection[str]) -> Manifest:
         shards=shards,
         tensors=tensors,
         pieces=pieces,
+        segments=segments,
         inline=inline,
         stored=tuple(stored),
         positions=tuple(place[name] for name in [*inline, *(item.name for item in stored)]),
@@ -82,11 +91,36 @@ def _take_tensors(tensors: Tensors, gone: Collection[str]) -> tuple[Tensors, _Ma
     return left, np.repeat(chunks, tensors.chunk_pieces)
 
 
-def _take_pieces(shards: Shards, pieces: Pieces, stays: _Mask) -> tuple[Shards, Pieces]:
-    """Return the shards of the pieces that stay, and those pieces, in their order."""
-    left = pieces.take(np.flatnonzero(stays))
-    used = sorted_unique(left.shard)
-    return shards.take(used), replace(left, shard=np.searchsorted(used, left.shard).astype(np.int64))
+def _take_segments(manifest: Manifest, gone: Collection[str]) -> tuple[SegmentTable | None, _Mask]:
+    """Return the segments of tensors that stay, and a mask of them; their shards are numbered as before."""
+    table, tensors = manifest.segments, manifest.tensors
+    if table is None:
+        return None, _mask([])
+    stays = _mask([name not in gone for name in tensors.names])
+    left = stays[table.tensor[np.cumsum(table.tensors) - 1]]
+    pairs = stays[table.tensor]
+    values = np.repeat(pairs, tensors.dimensions[table.tensor])
+    return SegmentTable(
+        chunks=table.chunks[stays],
+        shards=table.shards[left],
+        shard=table.shard[np.repeat(left, table.shards)],
+        tensors=table.tensors[left],
+        tensor=(np.cumsum(stays) - 1)[table.tensor[pairs]],
+        offsets=table.offsets[values],
+        sizes=table.sizes[values],
+    ), left
+
+
+def _take_pieces(
+    manifest: Manifest, stays: _Mask, segments: SegmentTable | None
+) -> tuple[Shards, Pieces, SegmentTable | None]:
+    """Return the shards of the pieces and segments that stay, those pieces, in their order, and the segments."""
+    left = manifest.pieces.take(np.flatnonzero(stays))
+    used = sorted_unique(left.shard if segments is None else np.concatenate([left.shard, segments.shard]))
+    if segments is not None:
+        segments = replace(segments, shard=np.searchsorted(used, segments.shard).astype(np.int64))
+    left = replace(left, shard=np.searchsorted(used, left.shard).astype(np.int64))
+    return manifest.shards.take(used), left, segments
 
 
 def _mask(values: list[bool]) -> _Mask:

@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import (
     CheckpointGoneError,
     CorruptCheckpointError,
@@ -27,7 +28,6 @@ from dcp_remote.format.entry_names import top_level_key
 from dcp_remote.format.keys import revision_of
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.deletions import Applied, Deletions
-from dcp_remote.run.live_shards import in_parallel
 from dcp_remote.run.lookup import read_entry
 from dcp_remote.run.retention import Decision
 from dcp_remote.run.thinning import drop_keys

@@ -17,7 +17,7 @@ import xxhash
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import BLOCK_BYTES_MIN
-from dcp_remote.common.threads import Cancellation
+from dcp_remote.common.threads import CALLS_IN_FLIGHT, Cancellation, in_parallel
 from dcp_remote.errors import (
     CheckpointGoneError,
     CorruptCheckpointError,
@@ -29,7 +29,6 @@ from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run.catalog_store import require_catalog
 from dcp_remote.run.info import catalog_of
-from dcp_remote.run.live_shards import READS_IN_FLIGHT, in_parallel
 from dcp_remote.run.lookup import find_entry, no_run, read_entry, read_manifest
 from dcp_remote.run.shard_check import Damage, Depth, ShardChecker, ShardPart, group_pieces
 from dcp_remote.storage.base import ObjectStore
@@ -189,8 +188,8 @@ class _Walk:
             except (CheckpointGoneError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 return error
 
-        for first in range(0, len(entries), READS_IN_FLIGHT):  # bounds memory
-            some = entries[first : first + READS_IN_FLIGHT]
+        for first in range(0, len(entries), CALLS_IN_FLIGHT):  # bounds memory
+            some = entries[first : first + CALLS_IN_FLIGHT]
             yield from zip(some, in_parallel(read, some), strict=True)
 
 

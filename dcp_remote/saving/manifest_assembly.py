@@ -6,17 +6,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_remote.common.arrays import I64, Integers, concat_ranges, group_offsets, shrink_integers
+from dcp_remote.common.arrays import I64, Buffer, Integers, concat_ranges, group_offsets, shrink_integers
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.provenance import describe_software
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.empty_dicts import drop_conflicting
 from dcp_remote.format.manifest import RAW, Manifest, Pieces, RunInfo, Shards, StoredObject, TensorKind, Tensors
+from dcp_remote.format.segments import split
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.rank_report import JoinedNumbers, SentReport, join_numbers
 
 # Digests that are copied in a call, which keeps the interpreter from other threads meanwhile.
@@ -337,11 +340,13 @@ def assemble_manifest(
     replaces: tuple[str, ...] = (),
     run: RunInfo | None = None,
     user: Mapping[str, object] | None = None,
-) -> tuple[Manifest, bytes]:
-    """Return the manifest of a save, and its encoded document; coordinator only.
+    segment_names: ShardNames,
+    segments_known: Mapping[bytes, str] = MappingProxyType({}),
+) -> tuple[Manifest, bytes, dict[str, list[Buffer]]]:
+    """Return the manifest of a save, its encoded document, and segments to put before, by key; coordinator only.
 
     `reports` are those of all ranks, in their order, as `to_sent`; `url` is that of the checkpoint or run, on the
-    coordinator.
+    coordinator. `segment_names` and `segments_known` are of `segments.split`.
     """
     sent = [report for report in reports if isinstance(report, SentReport)]
     if len(sent) != len(reports):
@@ -358,6 +363,7 @@ def assemble_manifest(
             )
     structure = _find_structure(planned, sent)
     manifest = _to_manifest(planned, sent, structure, save_id=save_id, replaces=replaces, run=run, user=user)
+    manifest, segments = split(manifest, segment_names.key, segments_known)
     try:
         body = manifest_json.encode(manifest, is_known=structure in planned.checked)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
@@ -374,7 +380,7 @@ def assemble_manifest(
         ) from error
     if structure not in planned.checked:
         planned.checked[:] = [_shrink(structure, planned.tensors)]
-    return manifest, body
+    return manifest, body, segments
 
 
 def _nested_names(manifest: Manifest) -> list[tuple[str, str]]:

@@ -268,3 +268,13 @@ def chunk_bytes(item: WriteItem) -> int:
     """Return the bytes of an item's chunk; 0 for an object."""
     data = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
+
+
+def planned_boxes(plan: SavePlan) -> dict[str, list[tuple[Sequence[int], Sequence[int]]]]:
+    """Return the offsets and sizes of the chunks that a plan writes, by the name of the tensor."""
+    boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {}
+    for item in plan.items:
+        if item.tensor_data is not None:
+            chunk = item.tensor_data.chunk
+            boxes.setdefault(item.index.fqn, []).append((chunk.offsets, chunk.sizes))
+    return boxes

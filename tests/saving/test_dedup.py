@@ -36,7 +36,7 @@ from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest, TensorKind
-from dcp_remote.format.shard import SHARD_BYTES_MAX
+from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.dedup import LIVE_SHARE_MIN, SPAN_BYTES, Baseline
@@ -132,8 +132,12 @@ class Run:
         metadata = writers[0].metadata
         assert metadata is not None
         sent = [report.to_sent() for report in reports]
-        manifest, _ = assemble_manifest(
-            to_columns(metadata), sent, url=self.store.url, save_id=f"{len(self.saves):032x}"
+        manifest, *_ = assemble_manifest(
+            to_columns(metadata),
+            sent,
+            url=self.store.url,
+            save_id=f"{len(self.saves):032x}",
+            segment_names=ShardNames(0),
         )
         self.saves.append(Saved(manifest, reports, sent_bytes))
         self.load(self.saves[-1], states, expected, allow_pickle=allow_pickle)
@@ -798,7 +802,8 @@ def test_nobody_names_a_piece_for_two_chunks() -> None:
 def reassembled(manifest: Manifest, reports: Sequence[RankReport]) -> Manifest:
     """Return the manifest of the same contents and other reports."""
     sent = [report.to_sent() for report in reports]
-    return assemble_manifest(to_columns(to_dcp_metadata(manifest)), sent, url=sent[0].url, save_id="5" * 32)[0]
+    contents = to_columns(to_dcp_metadata(manifest))
+    return assemble_manifest(contents, sent, url=sent[0].url, save_id="5" * 32, segment_names=ShardNames(0))[0]
 
 
 # ---- what is reported

@@ -19,6 +19,7 @@ from dcp_remote import RemoteReader, RemoteWriter, load, writer
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import Planned as Contents
@@ -48,7 +49,10 @@ class Planned:
 def assembled(contents: Contents, reports: Sequence[RankReport]) -> tuple[Manifest, bytes]:
     """Return manifest and document of reports that are pickled and unpickled, as between ranks."""
     sent = [pickle.loads(pickle.dumps(report.to_sent())) for report in reports]
-    return assemble_manifest(contents, sent, url=reports[0].url, save_id=SAVE_ID)
+    manifest, body, _ = assemble_manifest(
+        contents, sent, url=reports[0].url, save_id=SAVE_ID, segment_names=ShardNames(0)
+    )
+    return manifest, body
 
 
 def planned(

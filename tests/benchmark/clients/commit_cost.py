@@ -218,11 +218,14 @@ def commit(layout: Layout, planned: Planned, save: int) -> Cost:
     with cost.timed("unpickle"):
         reports = [own, *map(pickle.loads, sent)]
     with cost.timed("assemble"):
-        manifest, body = assemble_manifest(planned, reports, url=URL, save_id=f"{save:032x}")
+        manifest, body, segments = assemble_manifest(
+            planned, reports, url=URL, save_id=f"{save:032x}", segment_names=ShardNames(0)
+        )
     with cost.timed("orphans"):
         assert not find_orphaned_shards(manifest, reports)
-    cost.manifest_bytes, cost.peak_bytes = len(body), _status_bytes("VmHWM") - before
-    del reports, manifest, body
+    cost.manifest_bytes = len(body) + sum(len(data) for segment in segments.values() for data in segment)
+    cost.peak_bytes = _status_bytes("VmHWM") - before
+    del reports, manifest, body, segments
     cost.kept_bytes = _status_bytes("VmRSS") - before
     return cost
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.format.manifest import RunInfo
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.coordinator import Committed
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
@@ -227,7 +228,7 @@ def _written(scale: Scale, rank: int, plan: SavePlan) -> bytes:
 def _ours_committed(reports: Sequence[bytes], planned: Planned, cost: Cost) -> None:
     heard: list[SentReport] = [report for report, _ in cost.read("reports", reports)]
     with cost.timed("committing"):
-        manifest, _ = assemble_manifest(planned, heard, url=_URL, save_id=_SAVE_ID)
+        manifest, *_ = assemble_manifest(planned, heard, url=_URL, save_id=_SAVE_ID, segment_names=ShardNames(0))
         orphans = find_orphaned_shards(manifest, heard)
     cost.sent("the end", [Committed(_SAVE_ID, "manifests/x.json", manifest.total_bytes, orphans)])
 
