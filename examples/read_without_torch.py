@@ -233,11 +233,12 @@ class Checkpoint:
             for tensor, chunk_count in zip(own, column(chunks["counts"]), strict=True):
                 for _ in range(chunk_count):
                     box = take(offsets, dimensions[tensor]), take(sizes, dimensions[tensor])
-                    named = [(listed[shard], *rest) for shard, *rest in take(pieces, next(counts))]
+                    named = [(listed[piece[0]], *piece[1:]) for piece in take(pieces, next(counts))]
                     found[tensor, next(numbers)] = (*box, named)
         require(len(found) == sum(column(self.manifest["tensors"]["chunks"])), "a segment lacks chunks")
         joined = [found[place] for place in sorted(found)]
-        self._chunks = [[n for chunk in joined for n in chunk[i]] for i in range(2)]
+        self._chunks = [[number for chunk in joined for number in chunk[0]]]
+        self._chunks.append([number for chunk in joined for number in chunk[1]])
         self._chunks.append([len(chunk[2]) for chunk in joined])
         self._pieces = [piece for chunk in joined for piece in chunk[2]] + self._pieces[:segment_first]
 

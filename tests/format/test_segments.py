@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -20,7 +19,7 @@ from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
 from dcp_remote.format import document, manifest_json, segments
 from dcp_remote.format.columns import decode_column, encode_column
 from dcp_remote.format.document import seal, unseal
-from dcp_remote.format.manifest import Manifest, TensorKind
+from dcp_remote.format.manifest import Manifest, Pieces, TensorKind
 from dcp_remote.format.segments import Segment, decode_segment, find_segments, join, place_of, segment_keys, split
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.thinning import drop_keys
@@ -103,12 +102,12 @@ def test_the_segments_of_boxes_have_their_chunks(data: st.DataObject) -> None:
     for number, name in enumerate(tensors.names):
         shape = tensors.shape_of(number)
         offsets = [data.draw(st.integers(0, max(size - 1, 0))) for size in shape]
-        boxes[name] = [(offsets, [data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True)])]
+        sizes = [data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True)]
+        boxes[name] = [(offsets, sizes)]
     found = find_segments(index, boxes)
     joined = join(index, decode(index, objects, found))
     for number, name in enumerate(tensors.names):
-        ((offsets, sizes),) = boxes[name]
-        wanted = Box(tuple(offsets), tuple(sizes))
+        wanted = Box(*map(tuple, boxes[name][0]))
         own = {joined.tensors.offsets_of(chunk) for chunk in chunks_of(joined, number)}
         for chunk in chunks_of(large, number):
             if Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk)).intersection(wanted) is not None:
@@ -307,5 +306,5 @@ def test_a_gap_is_found_when_all_segments_are_joined() -> None:
 
 def test_every_column_is_in_a_segment_or_in_the_index() -> None:
     """A new column of pieces has to be put into segments as well."""
-    names = {one.name for one in itertools.chain(fields(segments.Pieces))}
+    names = {one.name for one in fields(Pieces)}
     assert names == set(segments._Pieces.__struct_fields__)
