@@ -31,14 +31,14 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from uuid import UUID, SafeUUID
 
 import numpy as np
 import xxhash
 import zstandard
 
-VERSION, FEATURES = "1", frozenset[str]()
+VERSION, FEATURES = "1", {"dcp_remote manifest": ["segments"]}
 SHARD_KEY = re.compile(r"shards/[0-9a-f]{2}/(?!.*\.\.)[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
 MANIFEST_KEY = re.compile(r"manifests/(?!.*\.\.)[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.json")
 LIST_ENTRIES_MAX = 10_000_000
@@ -51,6 +51,10 @@ LACKING_BYTES = {"bfloat16": 2, "bits16": 2, "complex32": 4, "qint32": 4}
 
 # Read a range of an object: key, first byte, byte after the last (None for the end).
 Fetch = Callable[[str, int, int | None], bytes]
+
+# Shard, start, length, first entry in the block table, and digest of a piece.
+Piece = tuple[int, int, int, int, bytes]
+T = TypeVar("T")
 
 
 class UnreadableError(Exception):
@@ -120,6 +124,17 @@ def digests(text: str) -> list[bytes]:
     return [data[i : i + 16] for i in range(0, len(data), 16)]
 
 
+def list_pieces(pieces: dict[str, str]) -> list[Piece]:
+    """Return shard, start, length, first entry in the block table, and digest of each piece."""
+    columns = (column(pieces[name]) for name in ("shard", "start", "length", "table"))
+    return list(zip(*columns, digests(pieces["digests"]), strict=True))
+
+
+def take(values: Iterator[T], count: int) -> tuple[T, ...]:
+    """Take so many values."""
+    return tuple(itertools.islice(values, count))
+
+
 def block_bytes(length: int) -> int:
     """Return the block size of a piece of so many bytes."""
     return next((size for size in (65536, 131072, 262144, 524288) if size * 64 >= length), 1048576)
@@ -137,7 +152,7 @@ def read_document(fetch: Fetch, key: str, form: str) -> dict[str, Any]:
     require(document["version"] == VERSION, f"{key} needs a reader of version {document['version']}")
     required = document["requires"]
     require(isinstance(required, list) and all(isinstance(name, str) for name in required), f"{key} is damaged")
-    require(FEATURES.issuperset(required), f"{key} needs a reader of {required}")
+    require(set(required).issubset(FEATURES.get(form, ())), f"{key} needs a reader of {required}")
     return document
 
 
@@ -156,6 +171,7 @@ def read_manifest(fetch: Fetch, step: int | None = None) -> dict[str, Any]:
         require(manifest["save_id"] == chosen[-1]["save_id"] and manifest["run"], "the manifest is of another save")
     require(manifest["kind"] == "checkpoint", "there is no checkpoint here")
     require(manifest["digest"] == "xxh3-128", f"the digests are {manifest['digest']}")
+    require(("segments" in manifest) == ("segments" in manifest["requires"]), "segments and features contradict")
     return manifest
 
 
@@ -189,20 +205,48 @@ class Checkpoint:
                 strict=True,
             )
         )
-        columns = (column(pieces[name]) for name in ("shard", "start", "length", "table"))
-        self._pieces = list(zip(*columns, digests(pieces["digests"]), strict=True))
+        self._pieces = list_pieces(pieces)
         self._tables: dict[int, list[bytes]] = {}
+        chunks = self.manifest["chunks"]
+        self._chunks = [column(chunks[name]) for name in ("offsets", "sizes", "pieces")]
+        if "segments" in self.manifest["requires"]:
+            self._join_segments()
         self.entries = {entry.name: entry for entry in self._list_entries()}
+
+    def _join_segments(self) -> None:
+        """Put the chunks of all segments, and their pieces, in their places."""
+        table = {name: column(text) for name, text in self.manifest["segments"].items()}
+        tensors, shards = iter(table["tensor"]), iter(table["shard"])
+        dimensions = column(self.manifest["tensors"]["dimensions"])
+        count = len(table["tensors"])
+        found: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], list[Piece]]] = {}
+        segment_first = len(self._pieces) - count
+        for segment in range(count):
+            data = self.read_piece(segment_first + segment)
+            document = read_document(lambda *_, data=data: data, f"segment {segment}", "dcp_remote segment")
+            chunks, listed = document["chunks"], take(shards, table["shards"][segment])
+            numbers, offsets, sizes, counts = (
+                iter(column(chunks[name])) for name in ("numbers", "offsets", "sizes", "pieces")
+            )
+            pieces = iter(list_pieces(document["pieces"]))
+            own = take(tensors, table["tensors"][segment])
+            for tensor, chunk_count in zip(own, column(chunks["counts"]), strict=True):
+                for _ in range(chunk_count):
+                    box = take(offsets, dimensions[tensor]), take(sizes, dimensions[tensor])
+                    named = [(listed[piece[0]], *piece[1:]) for piece in take(pieces, next(counts))]
+                    found[tensor, next(numbers)] = (*box, named)
+        require(len(found) == sum(column(self.manifest["tensors"]["chunks"])), "a segment lacks chunks")
+        joined = [found[place] for place in sorted(found)]
+        self._chunks = [[number for chunk in joined for number in chunk[0]]]
+        self._chunks.append([number for chunk in joined for number in chunk[1]])
+        self._chunks.append([len(chunk[2]) for chunk in joined])
+        self._pieces = [piece for chunk in joined for piece in chunk[2]] + self._pieces[:segment_first]
 
     def _list_entries(self) -> Iterator[Entry]:
         """Yield the entries in the order of the save."""
-        tensors, chunks, objects = (self.manifest[name] for name in ("tensors", "chunks", "objects"))
-        shape, offsets, sizes = (iter(column(c)) for c in (tensors["shape"], chunks["offsets"], chunks["sizes"]))
-        counts, first = iter(column(chunks["pieces"])), 0
-
-        def take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
-            return tuple(itertools.islice(numbers, count))
-
+        tensors, objects = self.manifest["tensors"], self.manifest["objects"]
+        shape, first = iter(column(tensors["shape"])), 0
+        offsets, sizes, counts = map(iter, self._chunks)
         listed: list[Entry] = []
         columns = (column(tensors[name]) for name in ("kind", "dimensions", "chunks"))
         for name, kind, dimensions, chunk_count in zip(tensors["names"], *columns, strict=True):

@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 # Every later release reads this version. An addition that a reader cannot ignore becomes a feature, which the document
 # that uses it names in `requires`.
 VERSION = "1"
-SEGMENTS = "segments"  # of manifests: columns of chunks and pieces in shards (`segments.py`)
-FEATURES = frozenset({SEGMENTS})
+SEGMENTS = "segments"  # columns of chunks and pieces in shards (`segments.py`)
+FEATURES = {"manifest": frozenset({SEGMENTS})}  # that are known, by kind of document
 
 # A manifest of a million chunks is under 25 MB; the bounds keep a hostile document from exhausting the host's memory.
 STORED_BYTES_MAX = 256 * MiB
@@ -115,7 +115,7 @@ def open_document(data: bytes, form: str) -> bytes:
 
 def require_features(names: Collection[str], kind: str) -> None:
     """Check that this release knows all features that a document requires."""
-    unknown = sorted(set(names) - FEATURES)
+    unknown = sorted(set(names).difference(FEATURES.get(kind, ())))
     if unknown:
         raise UnsupportedFormatError(
             f"The {kind} needs features of the format that this release of dcp_remote does not know. Upgrade it.",

@@ -6,6 +6,7 @@ times: the numbers of a decoded `Manifest` need no further check.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,6 +220,12 @@ class SegmentTable:
     def owner(self) -> I64:
         """Number of the segment of each entry of `tensor`."""
         return np.repeat(np.arange(len(self.tensors)), self.tensors)
+
+    def parts(self) -> list[tuple[I64, I64]]:
+        """Return the indices of the shards and those of the tensors of each segment."""
+        bounds = (group_offsets(self.shards).tolist(), group_offsets(self.tensors).tolist())
+        shards, tensors = (itertools.pairwise(one) for one in bounds)
+        return [(self.shard[a:b], self.tensor[c:d]) for (a, b), (c, d) in zip(shards, tensors, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def check(manifest: Manifest, *, is_known: bool = False) -> Manifest:
     """Check a manifest and return it. Called before a manifest is written, and after one is read.
 
     `is_known` is true if only names of shards, digests and inline objects differ from a manifest that was checked.
-    The tiling is not checked of tensors that have chunks in segments that are not joined. Takes time linear in the
+    Tensors with chunks in segments that are not joined need not be covered. Takes time linear in the
     number of chunks and pieces for every regular layout, and refuses irregular layouts that would take much longer. A
     dtype or an encoding that this version does not know is no damage
     (`UnsupportedFormatError`).
@@ -147,16 +147,12 @@ def _check_tensors(tensors: Tensors, chunk_counts: I64) -> None:
     # Most tensors of a large state dict are one chunk, which needs no check of the tiling.
     has_all = tensors.chunks == chunk_counts
     whole = has_all & (tensors.chunks == 1)
-    for number in np.flatnonzero(~has_all).tolist():
-        _checked_shape(tensors, number)
-        if tensors.kind_of(number).encoding != RAW and chunk_counts[number] != 1:
-            raise _damaged("a tensor stored as a stream does not have exactly one chunk", tensor=tensors.names[number])
-    for number in np.flatnonzero(has_all & ~whole).tolist():
+    for number in np.flatnonzero(~whole).tolist():
         shape = _checked_shape(tensors, number)
         offsets, sizes = tensors.boxes_of(number)
-        if tensors.kind_of(number).encoding != RAW:
+        if tensors.kind_of(number).encoding != RAW and chunk_counts[number] != 1:
             raise _damaged("a tensor stored as a stream does not have exactly one chunk", tensor=tensors.names[number])
-        reason = why_not_tiled(shape, offsets, sizes, comparisons)
+        reason = why_not_tiled(shape, offsets, sizes, comparisons, is_part=not has_all[number])
         if reason:
             raise _damaged(reason, tensor=tensors.names[number], shape=shape, chunks=len(sizes))
     for number in _find_doubtful(tensors, np.flatnonzero(whole)).tolist():

@@ -332,4 +332,4 @@ def _total(counts: I64) -> int:
 
 
 def _damaged(what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"A segment of the manifest is damaged: {what}.")
+    return CorruptCheckpointError(f"A segment of the manifest is damaged: {what}. Use another checkpoint.")

@@ -30,11 +30,18 @@ class Comparisons:
     tiled: set[tuple[tuple[int, ...], bytes, bytes]] = field(default_factory=set)  # shapes, offsets and sizes
 
 
-def why_not_tiled(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Comparisons | None = None) -> str | None:
+def why_not_tiled(
+    shape: Sequence[int],
+    offsets: I64,
+    sizes: I64,
+    comparisons: Comparisons | None = None,
+    *,
+    is_part: bool = False,
+) -> str | None:
     """Return in a few words why boxes do not tile a tensor of d dimensions; None if they do.
 
-    Offsets and sizes have the shape [boxes, d], and are not negative; boxes without elements are ignored. An irregular
-    layout is charged to the budget, or to a fresh one.
+    Offsets and sizes have the shape [boxes, d], and are not negative; boxes without elements are ignored. Those of a
+    part need not cover the tensor. An irregular layout is charged to the budget, or to a fresh one.
     """
     known = comparisons or Comparisons()
     layout = tuple(shape), offsets.tobytes(), sizes.tobytes()
@@ -57,7 +64,7 @@ def _compare(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Compar
     volumes = sizes.prod(axis=1, dtype=np.int64) if len(shape) else np.ones(len(sizes), dtype=np.int64)
     # A box inside the tensor has at most `elements`; the sum needs Python's integers only if it could wrap around.
     total = int(volumes.sum()) if len(volumes) * max(elements, 1) < 2**62 else sum(volumes.tolist())
-    if total < elements:
+    if total < elements and not is_part:
         return f"{elements - total} of {elements} elements are in no chunk"
     if total > elements:
         return "chunks overlap"

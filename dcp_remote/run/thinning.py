@@ -97,7 +97,7 @@ def _take_segments(manifest: Manifest, gone: Collection[str]) -> tuple[SegmentTa
     if table is None:
         return None, _mask([])
     stays = _mask([name not in gone for name in tensors.names])
-    left = stays[table.tensor[np.cumsum(table.tensors) - 1]]
+    left = _mask([bool(stays[tensors[0]]) for _, tensors in table.parts()])
     pairs = stays[table.tensor]
     values = np.repeat(pairs, tensors.dimensions[table.tensor])
     return SegmentTable(

@@ -118,7 +118,7 @@ def read_usage(
 
     def read(entry: Entry) -> None:
         try:
-            manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds())
+            manifest = read_entry(store, entry, retry_seconds=deadline.remaining_seconds(), whole=False)
         except CheckpointGoneError:
             return
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
@@ -140,10 +140,14 @@ def read_usage(
 
 def _find_tops(manifest: Manifest) -> dict[int, str]:
     """Return the top-level key of each shard, by its number: that of any piece, since two keys never share a shard."""
-    paths = manifest.flatten or {}
+    paths, found = manifest.flatten or {}, dict[int, str]()
     shards, pieces = np.unique(manifest.pieces.shard, return_index=True)
-    names = map(manifest.name_of_piece, pieces.tolist())
-    return {shard: top_level_key(paths.get(name)) for shard, name in zip(shards.tolist(), names, strict=True)}
+    for shard, piece in zip(shards.tolist(), pieces.tolist(), strict=True):
+        found[shard] = top_level_key(paths.get(manifest.name_of_piece(piece)))
+    for segment, (own, tensors) in enumerate(manifest.segments.parts() if manifest.segments is not None else ()):
+        named = [int(manifest.pieces.shard[manifest.segment_first + segment]), *own.tolist()]
+        found.update(dict.fromkeys(named, top_level_key(paths.get(manifest.tensors.names[tensors[0]]))))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,16 @@ def run_state(step: int, *, optimizer: bool = True) -> dict[str, Any]:
     return state | {"step": step}
 
 
+def in_segments(step: int, *, optimizer: bool = True) -> dict[str, Any]:
+    """Return the state of a step of a run whose manifests are in segments."""
+    frozen = {"embedding": counting(6, 2), "norm": counting(3), "empty": counting(0, 2)}
+    weights = {"w": counting(7, 2) + step, "w2": counting(4) + step, "scale": counting(1)[0] + step}
+    state: dict[str, Any] = {"frozen": frozen, "model": weights, "top": counting(2) + step}
+    if optimizer:
+        state["optim"] = {"m": counting(7, 2) * step, "m2": counting(4) * step}
+    return state | {"step": step}
+
+
 def per_rank() -> dict[str, Any]:
     """Return the state of two ranks; per-rank values as `load` returns them."""
     shared = {"model": counting(2), "hparams": {"lr": 1e-3, "layers": [64, 64]}, "files": {"a/b.json": b"{}"}}
@@ -388,4 +398,6 @@ STATES: dict[tuple[str, int | None], Callable[[], dict[str, Any]]] = {
     ("replaced_twice", None): lambda: run_state(3),
     ("overwritten", 1): lambda: run_state(2),
     ("future", 1): lambda: run_state(1),
+    ("segments", 1): lambda: in_segments(1, optimizer=False),
+    ("segments", 2): lambda: in_segments(2),
 }

@@ -49,6 +49,7 @@ DIGESTS = {
     "renewed": "ec9554c24c6f8a17e28cfb42d033101c",
     "replaced": "7f4bbfac9d06e9c9feb3186e8d97d81e",
     "replaced_twice": "ce38ff0386cc063bc624b9e0750e80ae",
+    "segments": "c3f97c5683b6145d5b6b5b303c59d976",
     "sharded": "88dd64f3242813748347bfe5987ba966",
     "stream_objects": "a4bc383e25e4452c05759a3091aa8f0d",
     "streams": "b1a506d34be330b4f74146df7b9b0640",

@@ -15,8 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcp_remote import RemoteWriter
+from dcp_remote import RemoteWriter, Retention
 from dcp_remote.format.document import seal, unseal
+from dcp_remote.storage.local import LocalStore
+from tests.format import golden_states
+from tests.support.rank_threads import manager_threads
+from tests.support.segments import lower_segments, shard_state
 from tests.support.simulated_ranks import save_as_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -33,8 +37,17 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     path.write_bytes(seal(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()))
 
 
+def write_segments(folder: Path) -> None:
+    """Save two steps on two ranks, in segments of a few pieces that the second shares in part; then thin the first."""
+    store, retention = LocalStore(folder), Retention(keep_optimizer_last=1)
+    with lower_segments(3), manager_threads(2, store, retention=retention) as ranks:
+        for step in (1, 2):
+            states = shard_state(golden_states.in_segments(step), 2)
+            ranks.values(lambda rank, manager, step=step, states=states: manager.save(step, states[rank], wait=True))  # type: ignore[misc]  # bound now
+
+
 # By folder: function that writes the folder, such as `lambda folder: save(folder, golden_states.blocks())`.
-CASES: dict[str, Callable[[Path], None]] = {}
+CASES: dict[str, Callable[[Path], None]] = {"segments": write_segments}
 
 
 def main() -> None:

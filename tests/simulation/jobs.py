@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import digest, piece_digest
 from dcp_remote.common.geometry import Box
@@ -42,6 +43,7 @@ from dcp_remote.format.columns import to_base64
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import Manifest, RunInfo, TensorKind
+from dcp_remote.format.segments import segment_keys, split
 from dcp_remote.format.shard import HeaderEntry, ShardNames, header
 from dcp_remote.loading.load import load
 from dcp_remote.loading.run_handle import Run as RunHandle
@@ -76,6 +78,7 @@ from tests.simulation.invariants import (
 from tests.simulation.world import Actor, BrokenError, World
 from tests.support.manifests import Layout, build
 from tests.support.runs import thin
+from tests.support.segments import lower_segments
 
 # Long enough for a save with few faults, and no longer.
 SAVE_SECONDS = 60.0
@@ -135,6 +138,20 @@ def manifest_of(save_id: str, run: RunInfo, keys: Sequence[str], state: State) -
         "pieces": of["pieces"] | {"digests": to_base64(digests)},
     }
     return seal(msgspec.json.encode(of | changed))
+
+
+def _in_segments(
+    body: bytes, names: ShardNames, base: Manifest | None, *, pieces: int
+) -> tuple[Manifest, bytes, dict[str, list[Buffer]]]:
+    """Return a manifest, if it is large in segments, one for each shard; its bytes, and segments to put.
+
+    Segments of an earlier checkpoint are named again where they are the same.
+    """
+    manifest = manifest_json.decode(body)
+    assert manifest is not None
+    with lower_segments(pieces):
+        large, segments = split(manifest, names.renew().key, segment_keys(base) if base is not None else {})
+    return large, manifest_json.encode(large) if large.segments is not None else body, segments
 
 
 def numbers(*values: float) -> bytes:
@@ -407,7 +424,8 @@ class Trainer:
             storing.delete(put)  # no manifest can name them
             raise
         body = manifest_of(begun.save_id, begun.run, keys, state)
-        size_bytes = sum(len(shard_header(name)) + BYTES for name in state)
+        manifest, body, segments = _in_segments(body, names, base, pieces=3 * (number % 2))
+        put += segments
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
@@ -416,7 +434,9 @@ class Trainer:
                 replaced[there.manifest] = there
 
         try:
-            catalog, entry = self.job.commit(begun, body, size_bytes=size_bytes, deadline=deadline, look=look)
+            catalog, entry = self.job.commit(
+                begun, body, size_bytes=manifest.total_bytes, deadline=deadline, segments=segments, look=look
+            )
         except DcpRemoteError as error:
             if not isinstance(error, CommitUnknownError):
                 self.run.refuse(save, error)
@@ -432,7 +452,7 @@ class Trainer:
         actor.say(f"    is told that {label} is committed")
         self.run.committed(save, catalog)
         self.abandons = None
-        self.maintenance.named.remember(entry.manifest, keys)
+        self.maintenance.named.remember(entry.manifest, manifest.shards.keys)
 
     def _begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | None:
         """Begin a save; None if the step is saved already, whose checkpoint gets the names and metrics."""

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar
 
 import pytest
 
-from dcp_remote.common import deadline
+from dcp_remote.common import deadline, threads
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import (
@@ -34,7 +34,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.loading import downloads
-from dcp_remote.run import job, live_shards, recovery
+from dcp_remote.run import job, recovery
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Version
@@ -583,7 +583,7 @@ def simulated(world: World) -> Iterator[pytest.MonkeyPatch]:
         for module in (uploads, downloads):
             patch.setattr(module, "Cancellation", _Cancellation)
             patch.setattr(module, "Workers", _Pool)
-        patch.setattr(live_shards, "Workers", _Pool)
+        patch.setattr(threads, "Workers", _Pool)
         patch.setattr(job, "datetime", _Datetime)
         for module in (job, recovery):
             patch.setattr(module, "describe_process", lambda: "")  # it differs between processes

@@ -1,0 +1,228 @@
+"""Checkpoints whose manifests are in segments: saved, restored in parts, copied, verified, thinned and removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_remote import RemoteReader, RemoteWriter, Retention, load
+from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRemoteError
+from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.format.segments import place_of
+from dcp_remote.run.copying import copy_checkpoints
+from dcp_remote.run.gc import remove_orphans
+from dcp_remote.run.info import require_run
+from dcp_remote.run.lookup import read_entry, read_manifest
+from dcp_remote.run.verification import verify
+from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.memory import MemoryStore
+from dcp_remote.testing import FaultyStore, RecordingStore
+from dcp_remote.testing.wrappers import Fault
+from tests.support.faults import denied, shorten_pauses
+from tests.support.rank_threads import manager_threads
+from tests.support.segments import blank, lower_segments, shard_state
+from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
+from tests.support.states import equal
+
+RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make segments of about six pieces, and retry without pauses."""
+    shorten_pauses(monkeypatch)
+    with lower_segments(6):
+        yield
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """Return a state of three keys of three tensors each, of which one never changes, and a scalar."""
+    keys = {"frozen": 0, "model": step, "optim": 10 * step}
+    state: dict[str, Any] = {
+        key: {f"w{n}": torch.arange(24.0).reshape(8, 3) + 100 * n + add for n in range(3)}
+        for n_key, (key, add) in enumerate(keys.items())
+    }
+    return state | {"step": step, "lr": torch.tensor(0.5 + step)}
+
+
+def save(store: ObjectStore, *steps: int, ranks: int = RANKS, **options: Any) -> None:
+    with manager_threads(ranks, store, **options) as managers:
+        managers.values(lambda rank, manager: manager.restore(shard_state(blank(state_at(1)), ranks)[rank]))
+        for step in steps:
+            states = shard_state(state_at(step), ranks)
+            managers.values(lambda rank, manager, step=step, states=states: manager.save(step, states[rank], wait=True))  # type: ignore[misc]  # bound now
+
+
+def restore(stores: list[ObjectStore], **options: Any) -> dict[str, Any]:
+    """Restore as that many ranks, each with its own store; return the state of all."""
+    whole = blank(state_at(1))
+    states = shard_state(whole, len(stores))
+    with manager_threads(len(stores), stores) as managers:
+        for ended in managers.run(lambda rank, manager: manager.restore(states[rank], **options)):
+            if ended.error is not None:
+                raise ended.error
+    return whole | {"step": states[0]["step"]}
+
+
+def manifest_of(store: ObjectStore, step: int) -> Manifest:
+    (entry,) = (entry for entry in require_run(store, retry_seconds=1).entries if entry.step == step)
+    return read_entry(store, entry)
+
+
+def segments_of(store: ObjectStore, step: int) -> list[str]:
+    """Return the keys of the segments of a checkpoint."""
+    manifest = manifest_of(store, step)
+    assert manifest.segments is not None
+    return [place_of(manifest, number)[0] for number in range(len(manifest.segments.tensors))]
+
+
+def keys_of(store: ObjectStore) -> set[str]:
+    return {info.key for info in store.list()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_at_any_world_size(ranks: int) -> None:
+    store = MemoryStore()
+    save(store, 1)
+    assert equal(restore([store] * ranks), state_at(1))
+    assert equal(load(store), state_at(1))
+
+
+def test_a_rank_reads_its_segments_alone() -> None:
+    """One of each key, and that of the scalar; `include` leaves out those of other keys. All have 7 segments."""
+    shared = MemoryStore()
+    save(shared, 1)
+    assert len(segments_of(shared, 1)) == 7
+    for options, expected in ({}, 4), ({"include": "model.*"}, 1):
+        stores = [RecordingStore(shared) for _ in range(RANKS)]
+        restore([*stores], **options)
+        for store in stores:
+            assert (
+                len([key for verb, key in store.calls if verb == "get_into" and key in segments_of(shared, 1)])
+                == expected
+            )
+
+
+def test_a_checkpoint_by_itself() -> None:
+    """Saved and loaded by torch's functions; replaced by a smaller one, which has no segments."""
+    store, whole = MemoryStore(), blank(state_at(1))
+    save_as_ranks(shard_state(state_at(1), 2), lambda: RemoteWriter(store))
+    assert read_manifest(store).segments is not None
+    load_as_ranks(shard_state(whole, 3), lambda: RemoteReader(store))
+    assert equal(whole["model"], state_at(1)["model"])
+    assert equal(load(store), state_at(1))
+    assert not verify(store, depth="deep").damage
+    save_as_ranks([{"x": torch.zeros(1)}], lambda: RemoteWriter(store, overwrite=True))
+    assert read_manifest(store).segments is None
+    remove_orphans(store, grace_seconds=0)
+    assert keys_of(store) == {"manifest.json", *read_manifest(store).shards.keys}
+
+
+def test_unchanged_segments_are_not_sent_again() -> None:
+    """Those of a key that did not change are named by the next checkpoint of the job; others are new."""
+    store = MemoryStore()
+    save(store, 1, 2)
+    first, second = (segments_of(store, step) for step in (1, 2))
+    assert set(first) & set(second) == set(first[:2])
+    assert equal(restore([store] * 2), state_at(2))
+
+
+def test_retention_keeps_what_another_manifest_names() -> None:
+    """A shared segment stays until no checkpoint names it; gc finds nothing but what was left."""
+    store = MemoryStore()
+    save(store, 1, 2, 3, retention=Retention(keep_last=1))
+    assert equal(restore([store]), state_at(3))
+    manifest = manifest_of(store, 3)
+    assert keys_of(store) == {
+        CATALOG_KEY,
+        require_run(store, retry_seconds=1).entries[0].manifest,
+        *manifest.shards.keys,
+    }
+    assert remove_orphans(store, grace_seconds=0).removed == ()
+
+
+def test_thinning_reads_no_segment() -> None:
+    """The optimizer goes with its segments; what is left is read."""
+    store = RecordingStore(MemoryStore())
+    save(store, 1, 2, retention=Retention(keep_optimizer_last=1))
+    assert equal(load(store, step=1), {key: value for key, value in state_at(1).items() if key != "optim"})
+    assert equal(load(store, step=2), state_at(2))
+    assert len(segments_of(store, 1)) == 5
+
+
+def test_a_copy_has_the_segments_of_its_source() -> None:
+    """Under other names, and whole; a segment that is damaged in the source is not copied."""
+    store, copy = MemoryStore(), MemoryStore()
+    save(store, 1, 2)
+    assert len(copy_checkpoints(store, copy).copied) == 2
+    for step in (1, 2):
+        assert equal(load(copy, step=step), state_at(step))
+    assert not verify(copy, depth="deep").damage
+    assert not set(segments_of(store, 1)) & set(segments_of(copy, 1))
+
+
+@pytest.mark.parametrize("what", ["missing", "damaged"])
+def test_a_segment_that_cannot_be_read(what: str) -> None:
+    """Every rank that needs the segment names it; others read the checkpoint. `verify` names its checkpoint alone."""
+    store = MemoryStore()
+    save(store, 1, 2)
+    key = segments_of(store, 2)[-1]
+    if what == "missing":
+        store.delete([key])
+    else:
+        data = bytearray(store.get(key, limit_bytes=2**20).data)
+        data[-9] ^= 1
+        store.put(key, [data])
+    with pytest.raises(DcpRemoteError, match=f"segment of the manifest is {what}.*Use another checkpoint.*{key}"):
+        restore([store] * 2)
+    assert equal(restore([store] * 2, step=1), state_at(1))
+    assert equal(restore([store], include="model.*")["model"], state_at(2)["model"])
+    (damage,) = verify(store).damage
+    assert (damage.kind, damage.steps) == ("manifest", (2,))
+    assert f"segment of the manifest is {what}" in damage.reason
+    with pytest.raises(CorruptCheckpointError, match="segment of the manifest"):
+        copy_checkpoints(store, MemoryStore(), step=2)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read() -> None:
+    """The segments are gone with it, and the error says so."""
+    store = MemoryStore()
+    save(store, 1, 2)
+    (entry, _) = require_run(store, retry_seconds=1).entries
+    data = store.get(entry.manifest, limit_bytes=2**20).data
+    save(store, 3, retention=Retention(keep_last=1))
+    store.put(entry.manifest, [data])
+    with pytest.raises(CheckpointGoneError):
+        read_entry(store, entry)
+
+
+@pytest.mark.parametrize("lost", ["request", "response"])
+def test_a_segment_whose_answer_is_lost_is_sent_again(lost: Any) -> None:
+    shared = MemoryStore()
+    fault = Fault(lambda verb, key, _: verb == "put" and key.endswith("-0006.safetensors"), lost)
+    store = FaultyStore(shared, [fault])
+    save(store, 1)
+    assert len(store.hits) == 1
+    assert equal(restore([shared] * 2), state_at(1))
+
+
+def test_a_save_that_fails_leaves_no_segment() -> None:
+    """The manifest is refused after the segments were put: they are deleted, and the next save is whole."""
+    shared = MemoryStore()
+    save(shared, 1)
+    before = keys_of(shared)
+
+    def is_manifest(verb: str, key: str, _: int) -> bool:
+        return verb == "put" and key.startswith("manifests/")
+
+    store = RecordingStore(FaultyStore(shared, [Fault(is_manifest, "request", error=denied, persistent=True)]))
+    with pytest.raises(AssertionError):  # of a call that is to succeed
+        save(store, 2)
+    assert sum(verb == "put" and "-rank-00000-" in key for verb, key in store.calls) > 5  # of which 4 are of the rank
+    assert keys_of(shared) == before
+    save(shared, 2)
+    assert equal(restore([shared] * 2), state_at(2))
