@@ -54,11 +54,11 @@ class Kind(NamedTuple):
 
 
 class _Counts:
-    """Operations of one thread by subject, method and success, and the heartbeats that it has published."""
+    """What one thread has asked: operations by subject, method and success, its heartbeats, and bytes of values."""
 
     def __init__(self) -> None:
         self.operations: Counter[tuple[str, str, bool]] = Counter()
-        self.beats = 0
+        self.beats = self.value_bytes = 0
         self.by_heartbeat = False  # true once the thread has published one, also of what it did before
 
 
@@ -84,18 +84,19 @@ class OperationCounter:
         for method, operations in _OPERATIONS.items():
             setattr(dist.Store, method, self._counted(method, operations, getattr(dist.Store, method)))
 
-    def take(self) -> tuple[Counter[Kind], int]:
-        """Return the operations by kind and the number of heartbeats since the last call."""
+    def take(self) -> tuple[Counter[Kind], int, int]:
+        """Return the operations by kind, the heartbeats and the bytes of values since the last call."""
         taken: Counter[Kind] = Counter()
-        beats = 0
+        beats = value_bytes = 0
         with self._lock:
             for counts in self._all:
                 for what, count in counts.operations.items():
                     taken[Kind(counts.by_heartbeat, *what)] += count
                 beats += counts.beats
+                value_bytes += counts.value_bytes
                 counts.operations.clear()
-                counts.beats = 0
-        return taken, beats
+                counts.beats = counts.value_bytes = 0
+        return taken, beats, value_bytes
 
     def _counted(self, method: str, operations: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -111,9 +112,17 @@ class OperationCounter:
             )
             with self._lock:
                 counts.operations[subject, method, in_vain] += operations
+                counts.value_bytes += sum(_length(value) for value in (*args, answer))
                 if subject == "heartbeat" and method == "set":
                     counts.by_heartbeat = True
                     counts.beats += 1
             return answer
 
         return count
+
+
+def _length(value: object) -> int:
+    """Return the bytes of a value, or of several, as an argument or an answer."""
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return len(value) if isinstance(value, str | bytes) else 0
