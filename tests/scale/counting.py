@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 # Requests that one call sends to a TCPStore (TCPStore.cpp of torch 2.13).
-_OPERATIONS = dict.fromkeys(("set", "add", "check", "compare_set", "delete_key", "wait"), 1) | {
+_OPERATIONS = dict.fromkeys(("set", "add", "append", "check", "compare_set", "delete_key", "multi_set", "wait"), 1) | {
     "get": 2,
     "multi_get": 2,
 }
@@ -24,7 +24,7 @@ _OPERATIONS = dict.fromkeys(("set", "add", "check", "compare_set", "delete_key",
 # Subject of a key, by the first pattern that is found in the key. A status is below `beat/` or is a bulletin of many.
 _SUBJECTS = (
     ("heartbeat", re.compile(r"\bbeat/|\bbulletin\b")),
-    ("contribution", re.compile(r"/in/|/slots\b")),
+    ("contribution", re.compile(r"/in\b|/slots\b")),
     ("answer", re.compile(r"/out\b")),
     ("verdict", re.compile(r"/(failed|verdict)\b")),
     ("numbering", re.compile(r"/used\b")),

@@ -38,7 +38,7 @@ def measure(ranks: Ranks, *, beats: int, tensors: int) -> Iterator[tuple[str, Me
     yield "first use of a group, one gather", ranks.run(phases.first_use)
     yield f"{ROUNDS} gathers", ranks.run(phases.gather, ROUNDS)
     yield f"{ROUNDS} scatters", ranks.run(phases.scatter, ROUNDS)
-    yield f"{ROUNDS} scatters by host", ranks.run(phases.scatter_grouped, ROUNDS)
+    yield f"{ROUNDS} scatters by host", ranks.run(phases.scatter_by_host, ROUNDS)
     yield "heartbeats outside an operation", ranks.run(phases.rest, beats)
     yield "a gather, and heartbeats in an operation", ranks.run(phases.rest_inside, beats)
     yield "close a group", ranks.run(phases.close_group)
