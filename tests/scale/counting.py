@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 # Requests that one call sends to a TCPStore (TCPStore.cpp of torch 2.13).
-_OPERATIONS = dict.fromkeys(("set", "add", "check", "compare_set", "delete_key", "wait"), 1) | {
+_OPERATIONS = dict.fromkeys(("set", "add", "append", "check", "compare_set", "delete_key", "multi_set", "wait"), 1) | {
     "get": 2,
     "multi_get": 2,
 }
@@ -24,7 +24,7 @@ _OPERATIONS = dict.fromkeys(("set", "add", "check", "compare_set", "delete_key",
 # Subject of a key, by the first pattern that is found in the key. A status is below `beat/` or is a bulletin of many.
 _SUBJECTS = (
     ("heartbeat", re.compile(r"\bbeat/|\bbulletin\b")),
-    ("contribution", re.compile(r"/in/|/slots\b")),
+    ("contribution", re.compile(r"/in\b|/slots\b")),
     ("answer", re.compile(r"/out\b")),
     ("verdict", re.compile(r"/(failed|verdict)\b")),
     ("numbering", re.compile(r"/used\b")),
@@ -54,11 +54,11 @@ class Kind(NamedTuple):
 
 
 class _Counts:
-    """Operations of one thread by subject, method and success, and the heartbeats that it has published."""
+    """What one thread has asked: operations by subject, method and success, its heartbeats, and bytes of values."""
 
     def __init__(self) -> None:
         self.operations: Counter[tuple[str, str, bool]] = Counter()
-        self.beats = 0
+        self.beats = self.value_bytes = 0
         self.by_heartbeat = False  # true once the thread has published one, also of what it did before
 
 
@@ -84,18 +84,19 @@ class OperationCounter:
         for method, operations in _OPERATIONS.items():
             setattr(dist.Store, method, self._counted(method, operations, getattr(dist.Store, method)))
 
-    def take(self) -> tuple[Counter[Kind], int]:
-        """Return the operations by kind and the number of heartbeats since the last call."""
+    def take(self) -> tuple[Counter[Kind], int, int]:
+        """Return the operations by kind, the heartbeats and the bytes of values since the last call."""
         taken: Counter[Kind] = Counter()
-        beats = 0
+        beats = value_bytes = 0
         with self._lock:
             for counts in self._all:
                 for what, count in counts.operations.items():
                     taken[Kind(counts.by_heartbeat, *what)] += count
                 beats += counts.beats
+                value_bytes += counts.value_bytes
                 counts.operations.clear()
-                counts.beats = 0
-        return taken, beats
+                counts.beats = counts.value_bytes = 0
+        return taken, beats, value_bytes
 
     def _counted(self, method: str, operations: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -111,9 +112,17 @@ class OperationCounter:
             )
             with self._lock:
                 counts.operations[subject, method, in_vain] += operations
+                counts.value_bytes += sum(_length(value) for value in (*args, answer))
                 if subject == "heartbeat" and method == "set":
                     counts.by_heartbeat = True
                     counts.beats += 1
             return answer
 
         return count
+
+
+def _length(value: object) -> int:
+    """Return the bytes of a value, or of several, as an argument or an answer."""
+    if isinstance(value, list):
+        return sum(map(_length, value))
+    return len(value) if isinstance(value, str | bytes) else 0

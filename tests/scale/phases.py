@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_remote import CheckpointManager
@@ -21,6 +23,9 @@ _TERMS = Terms(SaveFailedError, SaveTimeoutError, seconds=300.0)
 
 # Of a rank's chunk of one tensor: values cost the store nothing.
 _WIDTH = 16
+
+# Of `ask_store`: size of a value, keys of one `multi_get`, and requests between two looks at the clock.
+_VALUE_BYTES, _KEYS_AT_ONCE, _REQUESTS_BETWEEN_LOOKS = 100, 16, 20
 
 
 # ---- a group alone
@@ -47,12 +52,11 @@ def scatter(rank: Rank, rounds: int) -> None:
             assert collective.scatter(rank.rank, lambda values: [-value for value in values]) == -rank.rank
 
 
-def scatter_grouped(rank: Rank, rounds: int) -> None:
+def scatter_by_host(rank: Rank, rounds: int) -> None:
     """Take rounds with one answer for all ranks of a host."""
     with _begin(rank, "scatter by host") as collective:
         for _ in range(rounds):
-            hosts = collective.scatter_grouped(rank.host, lambda values: (sorted(set(values)), values))
-            assert hosts == rank.host
+            assert collective.scatter(rank.host, lambda values: values) == rank.host
 
 
 def rest(rank: Rank, beats: int) -> None:
@@ -130,3 +134,30 @@ def restore(rank: Rank, step: int) -> int:
 def close_manager(rank: Rank) -> None:
     """Close the manager."""
     rank.kept.pop("manager").close()
+
+
+# ---- the store alone
+
+
+def ask_store(rank: Rank, method: str, seconds: float) -> int:
+    """Ask the store as often as this rank can, one request after another; return the number of operations."""
+    store, key = _get_default_store(), f"rate/{rank.rank}"
+    keys = [f"{key}/{number}" for number in range(_KEYS_AT_ONCE)]
+    for one in (key, *keys):
+        store.set(one, "0" * _VALUE_BYTES)
+    requests: dict[str, tuple[Callable[[], object], int]] = {
+        "set": (lambda: store.set(key, "0" * _VALUE_BYTES), 1),
+        "get": (lambda: store.get(key), 2),
+        "check": (lambda: store.check([key]), 1),
+        "check of a missing key": (lambda: store.check([f"{key}/missing"]), 1),
+        "add": (lambda: store.add(f"{key}/counter", 1), 1),
+        f"multi_get of {_KEYS_AT_ONCE}": (lambda: store.multi_get(keys), 2),
+    }
+    request, operations = requests[method]
+    count, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(_REQUESTS_BETWEEN_LOOKS):
+            request()
+        store.check([key])  # a `set` has no answer: only now have all arrived
+        count += operations * _REQUESTS_BETWEEN_LOOKS + 1
+    return count

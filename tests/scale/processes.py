@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -55,6 +56,8 @@ class Measured:
         seconds: From the common beginning until the last rank has ended.
         operations: Operations at the store of all ranks, by kind.
         beats: Heartbeats of all ranks.
+        value_bytes: Bytes of values that ranks have sent to the store, and got from it.
+        connections: Connections to the store, at the end.
         store_cpu_seconds: CPU of the process of the store.
         coordinator_cpu_seconds: CPU of rank 0.
         ranks_cpu_seconds: CPU of all ranks.
@@ -64,6 +67,8 @@ class Measured:
     seconds: float
     operations: Counter[Kind]
     beats: int
+    value_bytes: int
+    connections: int
     store_cpu_seconds: float
     coordinator_cpu_seconds: float
     ranks_cpu_seconds: float
@@ -86,6 +91,7 @@ class _Done:
     cpu_seconds: float
     operations: Counter[Kind]
     beats: int
+    value_bytes: int
     value: Any
     failure: str | None
 
@@ -167,6 +173,8 @@ class Ranks:
             seconds=max(one.ended for one in done) - begin,
             operations=operations,
             beats=sum(one.beats for one in done),
+            value_bytes=sum(one.value_bytes for one in done),
+            connections=_count_sockets(self.pids[0]),
             store_cpu_seconds=_ask_cpu(store) - store_seconds,
             coordinator_cpu_seconds=done[0].cpu_seconds,
             ranks_cpu_seconds=sum(one.cpu_seconds for one in done),
@@ -281,6 +289,11 @@ def _serve_rank(rank: Rank, port: int, connection: Connection) -> None:
         time.sleep(_lead_seconds(rank.world_size))  # the heartbeats that say that ranks have left are of this phase
         with suppress(BrokenPipeError):
             connection.send(_Done(ended, cpu_seconds, *counter.take(), value, failure))
+
+
+def _count_sockets(pid: int) -> int:
+    folder = Path(f"/proc/{pid}/fd")
+    return sum(os.readlink(entry).startswith("socket:") for entry in folder.iterdir())
 
 
 def _shared_out_bytes(pid: int) -> int:

@@ -4,8 +4,9 @@
 
 Prints a table of the phases of a job: seconds; operations at the key-value store; of these, for each rank, those of its
 rounds but for looks in vain, its looks in vain, and those of its heartbeats' thread; the last also for each heartbeat;
-requests to the object store; CPU of the store's process, of rank 0, and of all ranks. 512 ranks take two minutes and
-12 GiB on two cores.
+bytes of values for each rank, to the store and from it; connections of each rank to the store, afterwards; requests to
+the object store; CPU of the store's process, of rank 0, and of all ranks. 512 ranks take two minutes and 12 GiB on two
+cores.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def measure(ranks: Ranks, *, beats: int, tensors: int) -> Iterator[tuple[str, Me
     yield "first use of a group, one gather", ranks.run(phases.first_use)
     yield f"{ROUNDS} gathers", ranks.run(phases.gather, ROUNDS)
     yield f"{ROUNDS} scatters", ranks.run(phases.scatter, ROUNDS)
-    yield f"{ROUNDS} scatters by host", ranks.run(phases.scatter_grouped, ROUNDS)
+    yield f"{ROUNDS} scatters by host", ranks.run(phases.scatter_by_host, ROUNDS)
     yield "heartbeats outside an operation", ranks.run(phases.rest, beats)
     yield "a gather, and heartbeats in an operation", ranks.run(phases.rest_inside, beats)
     yield "close a group", ranks.run(phases.close_group)
@@ -65,6 +66,8 @@ def describe(name: str, measured: Measured, world_size: int) -> dict[str, Any]:
         "per_beat": round(beats / measured.beats, 2) if measured.beats else None,
         "beats_per_rank": round(measured.beats / world_size, 2),
         "store_cpu_seconds": round(measured.store_cpu_seconds, 2),
+        "value_bytes_per_rank": round(measured.value_bytes / world_size),
+        "connections_per_rank": round(measured.connections / world_size, 2),
         "requests": sum(measured.values) if name == "restore" else measured.values[0] if "save" in name else None,
         "coordinator_cpu_seconds": round(measured.coordinator_cpu_seconds, 2),
         "ranks_cpu_seconds": round(measured.ranks_cpu_seconds, 2),
@@ -83,6 +86,8 @@ _COLUMNS = {
     "looks_per_rank": "looks",
     "by_heartbeats_per_rank": "by heartbeats",
     "per_beat": "for a beat",
+    "value_bytes_per_rank": "bytes for a rank",
+    "connections_per_rank": "connections",
     "requests": "requests",
     "store_cpu_seconds": "store, CPU s",
     "coordinator_cpu_seconds": "rank 0, CPU s",
@@ -90,7 +95,8 @@ _COLUMNS = {
 }
 
 
-def _write(line: str) -> None:
+def write(line: str) -> None:
+    """Write a line to the output at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -111,18 +117,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     found: dict[str, Any] = {}
     with Ranks(chosen.ranks, hosts=hosts, timeout_seconds=chosen.timeout_seconds) as ranks:
-        _write(f"{chosen.ranks} ranks on {hosts} modelled hosts, started in {time.monotonic() - began:.1f} s\n")
-        _write("| phase | " + " | ".join(_COLUMNS.values()) + " |")
-        _write("| --- |" + " ---: |" * len(_COLUMNS))
+        write(f"{chosen.ranks} ranks on {hosts} modelled hosts, started in {time.monotonic() - began:.1f} s\n")
+        write("| phase | " + " | ".join(_COLUMNS.values()) + " |")
+        write("| --- |" + " ---: |" * len(_COLUMNS))
         for name, measured in measure(ranks, beats=chosen.beats, tensors=chosen.tensors):
             figures = found[name] = describe(name, measured, chosen.ranks)
-            _write(
+            write(
                 f"| {name} | "
                 + " | ".join("" if figures[column] is None else str(figures[column]) for column in _COLUMNS)
                 + " |"
             )
         memory_bytes = ranks.memory_bytes()
-    _write(f"\n{memory_bytes / 2**20 / chosen.ranks:.0f} MiB for each rank; {time.monotonic() - began:.0f} s in all")
+    write(f"\n{memory_bytes / 2**20 / chosen.ranks:.0f} MiB for each rank; {time.monotonic() - began:.0f} s in all")
     if chosen.json is not None:
         with open(chosen.json, "w", encoding="utf-8") as file:
             json.dump({"ranks": chosen.ranks, "hosts": hosts, "phases": found}, file, indent=1)
