@@ -21,6 +21,7 @@ from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
 _Answer = TypeVar("_Answer")
+_Limit = TypeVar("_Limit")
 
 # A request that waits for its turn checks its deadline this often, since a save or load that fails expires it.
 _CHECK_SECONDS = 0.2
@@ -74,7 +75,7 @@ class ByteRate:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the limit; a process has its own count."""
-        return _rate_of, (self._name, self._bytes_per_second)
+        return _share, (ByteRate, self._name, self._bytes_per_second)
 
     def wait(self, size_bytes: int) -> None:
         """Wait until a request of this size may begin; transient error if its deadline comes first."""
@@ -108,7 +109,7 @@ class RequestSlots:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the limit; a process has its own count."""
-        return _slots_of, (self._count,)
+        return _share, (RequestSlots, self._count)
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -171,24 +172,18 @@ def limit_store(store: ObjectStore, limits: StoreLimits) -> ObjectStore:
     upload, download = limits.upload_bytes_per_second, limits.download_bytes_per_second
     return LimitedStore(
         store,
-        upload=None if upload is None else _rate_of("upload_bytes_per_second", upload),
-        download=None if download is None else _rate_of("download_bytes_per_second", download),
-        slots=None if limits.requests_in_flight is None else _slots_of(limits.requests_in_flight),
+        upload=None if upload is None else _share(ByteRate, "upload_bytes_per_second", upload),
+        download=None if download is None else _share(ByteRate, "download_bytes_per_second", download),
+        slots=None if limits.requests_in_flight is None else _share(RequestSlots, limits.requests_in_flight),
     )
 
 
 _shared_lock = threading.Lock()
-_rates: dict[tuple[str, float], ByteRate] = {}
-_slots: dict[int, RequestSlots] = {}
+_shared: dict[tuple[object, ...], Any] = {}
 
 
-def _rate_of(name: str, bytes_per_second: float) -> ByteRate:
+def _share(kind: Callable[..., _Limit], *arguments: object) -> _Limit:
     """Return the limit that all stores of this process with the same one share."""
     with _shared_lock:
-        return _rates.setdefault((name, bytes_per_second), ByteRate(name, bytes_per_second))
-
-
-def _slots_of(count: int) -> RequestSlots:
-    """Return the limit that all stores of this process with the same one share."""
-    with _shared_lock:
-        return _slots.setdefault(count, RequestSlots(count))
+        limit: _Limit = _shared.setdefault((kind, *arguments), kind(*arguments))
+        return limit
