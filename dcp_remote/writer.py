@@ -54,8 +54,8 @@ from dcp_remote.storage.location import (
     SharedLocation,
     ThreadLocation,
     is_location,
+    join_job,
     require_budget,
-    require_shared,
     require_timeout,
 )
 from dcp_remote.storage.outages import name_speaker
@@ -276,7 +276,7 @@ class RemoteWriter(StorageWriter):
                 "it at True."
             )
         self._thread.raise_refusal()
-        require_shared(self._thread.location, default_world_size())
+        join_job(self._thread.location, default_world_size())
         name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
         cleanup = _Cleanup()

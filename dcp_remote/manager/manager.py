@@ -53,7 +53,7 @@ from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
+from dcp_remote.storage.location import Location, join_job, require_budget, require_timeout
 from dcp_remote.storage.outages import name_speaker
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class CheckpointManager:
                     "resumed_from and start_over exclude each other: pass one of them.", resumed_from=resumed_from
                 )
         location = Location.of(url, storage_options)
-        require_shared(location, default_world_size())
+        join_job(location, default_world_size())
         self._store = CountingStore(location.store)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._arrival_seconds, self._when_busy, self._on_error = arrival_seconds, when_busy, on_error

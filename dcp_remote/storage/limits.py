@@ -24,7 +24,7 @@ _Answer = TypeVar("_Answer")
 _Limit = TypeVar("_Limit")
 
 # A request that waits for its turn checks its deadline this often, since a save or load that fails expires it.
-_CHECK_SECONDS = 0.2
+CHECK_SECONDS = 0.2
 
 _NO_TIME = (
     "The limit of {} in storage_options left no time for this request. Raise the limit, or the deadline of the save or "
@@ -86,7 +86,7 @@ class ByteRate:
                 raise self._no_time()  # nothing is claimed
             self._free_seconds = begin_seconds + size_bytes / self._bytes_per_second
         while (left_seconds := begin_seconds - self._clock.monotonic()) > 0:
-            self._clock.sleep(min(left_seconds, _CHECK_SECONDS))
+            self._clock.sleep(min(left_seconds, CHECK_SECONDS))
             if not remaining_seconds():
                 raise self._no_time()
 
@@ -125,7 +125,7 @@ class RequestSlots:
         has_slot = False
         try:
             with writes_nothing():
-                while not (has_slot := self._slots.acquire(timeout=min(_CHECK_SECONDS, remaining_seconds()))):
+                while not (has_slot := self._slots.acquire(timeout=min(CHECK_SECONDS, remaining_seconds()))):
                     if not remaining_seconds():
                         raise TransientStorageError(
                             _NO_TIME.format("requests_in_flight"), requests_in_flight=self._count
@@ -176,6 +176,20 @@ def limit_store(store: ObjectStore, limits: StoreLimits) -> ObjectStore:
         download=None if download is None else _share(ByteRate, "download_bytes_per_second", download),
         slots=None if limits.requests_in_flight is None else _share(RequestSlots, limits.requests_in_flight),
     )
+
+
+_processes = 1  # of the job
+
+
+def note_processes(count: int) -> None:
+    """Note how many processes the job has, which begin their requests together."""
+    global _processes  # noqa: PLW0603  # one job, whatever the number of stores
+    _processes = count
+
+
+def count_processes() -> int:
+    """Return how many processes the job has, as noted; 1 at first."""
+    return _processes
 
 
 _shared_lock = threading.Lock()
