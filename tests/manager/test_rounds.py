@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,6 +69,38 @@ def foreign_of(rank: int, value: float = 0.0) -> State:
 
 def save(ranks: ManagerThreads, step: int, state: Any = state_of) -> None:
     ranks.values(lambda rank, manager: manager.save(step, state(rank, float(step)), wait=True))
+
+
+# ---- saves
+
+
+@pytest.mark.parametrize("wait", [True, "begun", False])
+def test_a_first_save_waits_three_times_and_later_ones_twice(wait: Any) -> None:
+    """Plans are sent with the first question; values that several ranks hold are compared; then all report."""
+    with manager_threads(2, MemoryStore()) as ranks, counted_rounds() as rounds:
+        optimizers = [torch.optim.SGD([torch.ones(100_000, requires_grad=True)]) for _ in range(2)]
+        for rank, manager in enumerate(ranks.managers):
+            manager.watch(optimizers[rank])  # from now on what the optimizer owns is copied late
+
+        def save_one(step: int, rank: int, manager: CheckpointManager) -> None:
+            (parameter,) = optimizers[rank].param_groups[0]["params"]
+            manager.save(step, {"weight": parameter.detach(), "first": parameter.detach()[0], "n": step}, wait=wait)
+            manager.wait()
+
+        for step in (1, 2):
+            ranks.values(partial(save_one, step))
+    assert rounds == {"the save of step 1": 3, "the save of step 2": 2}
+
+
+def test_a_save_with_a_new_plan_on_one_rank_or_all() -> None:
+    """Of one rank alone, the coordinator asks the others for theirs; new tensors of several ranks are compared."""
+    with manager_threads(2, MemoryStore()) as ranks, counted_rounds() as rounds:
+        save(ranks, 1)
+        save(ranks, 2, lambda rank, value: state_of(rank, value) | ({"added": 1} if rank == 0 else {}))
+        save(ranks, 3, lambda rank, value: state_of(rank, value) | {"changed": 1})
+        save(ranks, 4, lambda rank, value: state_of(rank, value) | {"changed": torch.ones(2)})
+        save(ranks, 5, lambda rank, value: state_of(rank, value) | ({"added": torch.ones(2)} if rank == 0 else {}))
+    assert rounds == {f"the save of step {step}": count for step, count in enumerate((3, 3, 2, 3, 2), start=1)}
 
 
 # ---- restores
