@@ -480,6 +480,12 @@ class CheckpointManager:
         at most 8 MiB, by one of up to 64 ranks that want it, which gives it to the others over sockets between ranks. A
         rank that gets nothing over its socket reads the range from the store.
 
+        Ranks wait for each other three times: for the choice of the checkpoint, before a byte is read, and before a
+        value is applied. Once more after that, if the state of a rank has an object with a `state_dict` or
+        `load_state_dict` other than torch's, a module or optimizer with hooks for them, FSDP1, or an optimizer other
+        than SGD, Adam and AdamW: it may fail on one rank alone, or call collectives of torch. For this reason also
+        before such objects are asked, if the manifest is too large to be sent to all ranks (256 MiB in all).
+
         Args:
             state: State as for `save`; its keys and shapes say what is loaded. A `Stateful` with a method
                 `make_template(names)` is asked by it, in place of `state_dict()`, for the values to load into: `names`
