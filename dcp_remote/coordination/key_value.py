@@ -110,7 +110,10 @@ class Client:
         found: set[str] = set()
         for first in range(0, len(keys), _KEYS_PER_LOOK):
             some_keys = keys[first : first + _KEYS_PER_LOOK]
-            found.update(some_keys if self.has(some_keys) else [key for key in some_keys if self.has([key])])
+            if self.has(some_keys):
+                found.update(some_keys)
+            elif len(some_keys) > 1:
+                found.update(key for key in some_keys if self.has([key]))
         return found
 
     def get(self, key: str) -> bytes:
