@@ -248,7 +248,7 @@ class Heartbeat:
         self._heard: set[int] = set()
         self._unheard_from = 0
         self._hooks: list[Callable[[Client], None]] = []
-        self._outbox: deque[Callable[[Client], None]] = deque()
+        self._outbox: deque[Callable[[Client], object]] = deque()
         self._wake = threading.Event()
         self._logged: str | None = None
         self.is_asked = False
@@ -382,7 +382,7 @@ class Heartbeat:
         }
         return {rank: silence for rank, silence in silences.items() if silence >= seconds}
 
-    def enqueue(self, action: Callable[[Client], None]) -> None:
+    def enqueue(self, action: Callable[[Client], object]) -> None:
         """Queue an action for the thread, which wakes up at once and does queued actions first, in order.
 
         Never blocks, never raises. An action whose connection falls silent is done again over the next.
@@ -552,7 +552,8 @@ class Heartbeat:
         Raises:
             _ClosedError: This heartbeat was closed before; with news, the time of `close` is over.
         """
-        pauses = RetryPolicy(POLLING_SECONDS, max(POLLING_SECONDS, self._beat_seconds)).growing_delays()
+        first_seconds = POLLING_SECONDS * max(1.0, self._beat_seconds / HEARTBEAT_SECONDS)  # many ranks look together
+        pauses = RetryPolicy(first_seconds, max(first_seconds, self._beat_seconds)).growing_delays()
         while (store := self._open_store()) is None:
             may_wait = not self._says_goodbye or (self._has_news and self._clock() < self._close_end)
             if self._is_closing and not may_wait:
@@ -620,7 +621,7 @@ class Heartbeat:
             if self._outbox[0] is action:
                 self._outbox.popleft()
 
-    def _call(self, hook: Callable[[Client], None], client: Client) -> None:
+    def _call(self, hook: Callable[[Client], object], client: Client) -> None:
         try:
             hook(client)
         except dist.DistNetworkError:
