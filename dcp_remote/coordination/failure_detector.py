@@ -70,7 +70,7 @@ class FailureDetector:
         self._ask_positions(client)
         if not self._member.is_coordinator:
             status = outcome.coordinator_status()
-            if not outcome.read_verdict(client) and status is not None:
+            if status is not None and outcome.may_have_verdict(status) and not outcome.read_verdict(client):
                 outcome.skip_deleted_verdicts(status)
             self._end_if_silent()
             self._end_if_absent(client, [0])

@@ -110,11 +110,14 @@ class Client:
         found: set[str] = set()
         for first in range(0, len(keys), _KEYS_PER_LOOK):
             some_keys = keys[first : first + _KEYS_PER_LOOK]
-            found.update(some_keys if self.has(some_keys) else [key for key in some_keys if self.has([key])])
+            if self.has(some_keys):
+                found.update(some_keys)
+            elif len(some_keys) > 1:
+                found.update(key for key in some_keys if self.has([key]))
         return found
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that exists; b"" if the key is deleted meanwhile."""
+        """Return the value of a key, by one operation if it is short; b"" if the key does not exist."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
@@ -146,12 +149,13 @@ class Client:
             self._store.set(_part_key(key, number), part)  # type: ignore[arg-type]  # bytes are taken
         self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]  # as above
 
-    def put_first(self, key: str, value: bytes) -> None:
-        """Set the value of a key unless the key exists; at most 4 MiB."""
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Set the value of a key unless the key exists, and return its value; at most 4 MiB."""
         assert len(value) <= _PART_BYTES_MAX, "a value of several parts cannot be set at once"
         head = (1).to_bytes(4, "little") + value
-        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
+        now = self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
         self._on_answer()
+        return bytes(now[4:])
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter, which begins with 0, and return its value; no other method takes the key but `present`."""

@@ -262,7 +262,7 @@ def test_an_operation_repeated_at_once(failing: int) -> None:
                 if ranks.rank != 0:
                     wait_until(
                         lambda: (
-                            RankStatus.decode(client.get("beat/0")).operation > number
+                            (client.has(["beat/0"]) and RankStatus.decode(client.get("beat/0")).operation > number)
                             or collective.cancelled is not None
                         )
                     )

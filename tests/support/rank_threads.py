@@ -41,6 +41,24 @@ class Clock:
         return self.now
 
 
+class CountingStore:
+    """Store that counts the operations that are asked of it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.operations = 0
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name == "clone":
+            raise AttributeError(name)
+
+        def ask(*arguments: object) -> object:
+            self.operations += 1
+            return getattr(self.store, name)(*arguments)
+
+        return ask
+
+
 class Ended(Generic[T]):
     """Result of a rank's part: the value that it returned, or the error that it raised."""
 
