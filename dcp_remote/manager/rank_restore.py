@@ -377,7 +377,7 @@ class RankRestore:
             first, *later = layers
             wanted = wanted_blocks(manifest, [target.want for target in first])
             # All ranks arrive here, so that none has failed before a byte is read.
-            cohort = self.collective.scatter_grouped(exchange.listen(manifest, wanted), cohorts_of)
+            cohort = self.collective.scatter(exchange.listen(manifest, wanted), cohorts_of)
             shared_store, plan = exchange.begin(self.store, manifest, wanted, cohort)
             read(shared_store, targets=first, memory_budget_bytes=exchange.budget_bytes, plan=expect(plan))
             exchange.complete()
