@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -117,7 +117,7 @@ class Client:
         return found
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, by one operation if it is short; b"" if the key does not exist."""
+        """Return the value of a key, or b"" at once if the key does not exist; one operation for up to 4 MiB."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
@@ -127,16 +127,10 @@ class Client:
         """
         return self._read_all(keys) or [b"" for _ in keys]
 
-    def take_many(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that exist, as `get_many`, and delete the keys; none if one of them is missing."""
-        values = self._read_all(keys)
-        if values is None:
-            return [b"" for _ in keys]
-        for key, value in zip(keys, values, strict=True):
-            for number in range(max(1, -(-len(value) // _PART_BYTES_MAX))):
-                self._store.delete_key(_part_key(key, number))
-        self._on_answer()
-        return values
+    def get_present(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of those keys that exist and are not empty, by key: as `present` and `get_many`."""
+        found = list(keys if len(keys) == 1 else self.present(keys))
+        return {key: value for key, value in zip(found, self.get_many(found), strict=True) if value}
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of a key; a value of several parts must not replace another.
@@ -163,6 +157,10 @@ class Client:
         self._on_answer()
         return total
 
+    def append(self, series: str, value: bytes) -> None:
+        """Put a value under the next key of a series, whose counter has the name of the series: two operations."""
+        self.put(series_key(series, self.add(series, 1)), value)
+
     def replace(self, key: str, value: bytes, by: bytes) -> bool:
         """Replace the value of a key if it is `value`, and return whether it was; both at most 4 MiB."""
         head = (1).to_bytes(4, "little")
@@ -170,15 +168,25 @@ class Client:
         self._on_answer()
         return now == head + by
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete those keys that exist, with all parts of their values."""
+    def delete(self, keys: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
+        """Delete those keys that exist, with all parts of their values.
+
+        `sizes` has the bytes of values whose sizes are known: they cost one operation for each part, others one more.
+        """
         for key in keys:
+            size = (sizes or {}).get(key)
             self._store.delete_key(key)
             number = 1
-            while self._store.check([_part_key(key, number)]):
+            while self._store.check([_part_key(key, number)]) if size is None else number * _PART_BYTES_MAX < size:
                 self._store.delete_key(_part_key(key, number))
                 number += 1
         self._on_answer()
+
+    def delete_series(self, series: str) -> None:
+        """Delete the keys of a series that were appended so far, and the counter."""
+        count = self.add(series, 0)
+        self.delete([series_key(series, number) for number in range(1, count + 1)])
+        self.delete([series], {series: 0})
 
     def _read_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """Return the values of all keys; None if a key does not exist any more."""
@@ -290,6 +298,11 @@ def _sockets_to(address: StoreAddress) -> dict[int, int]:
                         if isinstance(peer, tuple) and peer[1] == address.port:
                             found[status.st_ino] = descriptor
     return found
+
+
+def series_key(series: str, number: int) -> str:
+    """Return a key of a series, counted from 1."""
+    return f"{series}/{number}"
 
 
 def _part_key(key: str, number: int) -> str:

@@ -146,6 +146,11 @@ class Outcome:
         """Error that cancelled the operation; None while it goes on."""
         return None if self.cancelled is None else self.cancelled.error
 
+    def meet(self) -> None:
+        """Note that all ranks have met in a round."""
+        self.phase = Phase.MET
+        self._member.last_met = self.keys.number
+
     def enter_commit(self) -> None:
         """Enter the commit phase: only the deadline cancels from here on. Coordinator only.
 
@@ -249,10 +254,8 @@ class Outcome:
             client.put_first(keys.verdict, data)
             self._member.note_answers(keys.number, [keys.verdict])
         if self._renumber(keys, keys.number + 1) and is_coordinator:
-            others = range(1, self._member.world_size)
             operations = [keys, *map(keys.with_name, verdict.names)]
-            left = [key for operation in operations for key in operation.contributions(1, others)]
-            self._member.note_left_keys(keys.number, [keys.failed, *left])
+            self._member.note_left_keys(keys.number, [keys.failed], [one.parts(1) for one in operations])
         return True
 
     def _renumber(self, keys: CollectiveKeys, number: int) -> bool:

@@ -27,7 +27,8 @@ class Comparisons:
     """Pairs of boxes that may still be compared, and layouts that were: one budget for all tensors of a manifest."""
 
     left: int = COMPARISONS_MAX
-    tiled: set[tuple[tuple[int, ...], bytes, bytes]] = field(default_factory=set)  # shapes, offsets and sizes
+    # Shapes, offsets, sizes, and whether the boxes are a part.
+    tiled: set[tuple[tuple[int, ...], bytes, bytes, bool]] = field(default_factory=set)
 
 
 def why_not_tiled(
@@ -44,16 +45,16 @@ def why_not_tiled(
     part need not cover the tensor. An irregular layout is charged to the budget, or to a fresh one.
     """
     known = comparisons or Comparisons()
-    layout = tuple(shape), offsets.tobytes(), sizes.tobytes()
+    layout = tuple(shape), offsets.tobytes(), sizes.tobytes(), is_part
     if layout in known.tiled:
         return None
-    reason = _compare(shape, offsets, sizes, known)
+    reason = _compare(shape, offsets, sizes, known, is_part=is_part)
     if reason is None and len(known.tiled) < _LAYOUTS_MAX:
         known.tiled.add(layout)
     return reason
 
 
-def _compare(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Comparisons) -> str | None:
+def _compare(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Comparisons, *, is_part: bool) -> str | None:
     if _is_stack(shape, offsets, sizes):
         return None
     elements = math.prod(shape)

@@ -415,8 +415,8 @@ class Announcement:
     chunks: bytes = b""
 
 
-def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, Announcement]], list[int]]:
-    """Return the cohorts, and for each rank the number of its cohort; called on the coordinator. Pure.
+def cohorts_of(announcements: Sequence[Announcement]) -> list[dict[int, Announcement]]:
+    """Return for each rank its cohort, which is one object for all its ranks; called on the coordinator. Pure.
 
     A cohort is the ranks that read together, ascending, each with its announcement; all have the same segments of the
     manifest. Equal `wanted` become one object, which pickle writes once.
@@ -435,8 +435,8 @@ def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, An
         {rank: Announcement(announcements[rank].address, interned[announcements[rank].wanted]) for rank in ranks}
         for ranks in split
     ]
-    numbers = {rank: number for number, ranks in enumerate(split) for rank in ranks}
-    return cohorts, [numbers[rank] for rank in range(len(announcements))]
+    cohort_of_rank = {rank: cohort for cohort in cohorts for rank in cohort}
+    return [cohort_of_rank[rank] for rank in range(len(announcements))]
 
 
 class PeerExchange:

@@ -341,15 +341,16 @@ class RankRestore:
                 return Verdict()
             return self.collective.run_in_thread(partial(planner.judge, [checks[digest] for digest in digests]))
 
-        def decide(sent: Sequence[_Ready]) -> tuple[list[_Go], list[int]]:
+        def decide(sent: Sequence[_Ready]) -> list[_Go]:
             digests[:] = [one.digest for one in sent]
             checks.update((one.digest, one.check) for one in sent if one.check is not None)
             first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
             senders = frozenset(rank for digest, rank in first.items() if digest not in checks)
             verdict = judge() if not senders else None
             announced = [one.announcement for one in sent if one.announcement is not None]
-            cohorts, numbers = cohorts_of(announced) if announced else ([{}], [0])
-            return [_Go(verdict, senders, cohort) for cohort in cohorts], numbers
+            cohorts = cohorts_of(announced) if announced else [dict[int, Announcement]()] * len(sent)
+            go = {id(cohort): _Go(verdict, senders, cohort) for cohort in cohorts}
+            return [go[id(cohort)] for cohort in cohorts]
 
         def decide_late(sent: Sequence[StateCheck | None]) -> Verdict:
             checks.update((digest, one) for digest, one in zip(digests, sent, strict=True) if one is not None)
@@ -358,7 +359,7 @@ class RankRestore:
         check = planner.comparison.check
         is_small = len(pickle.dumps(check)) <= _CHECK_BYTES_MAX
         ready = _Ready(check.digest(), check if is_small else None, announcement)
-        go = self.collective.scatter_grouped(ready, decide)
+        go = self.collective.scatter(ready, decide)
         verdict = go.verdict
         if verdict is None:
             verdict = self.collective.gather(check if self.ranks.rank in go.senders else None, decide_late)

@@ -166,7 +166,7 @@ class RankPlanning:
         table = self._make_table(proposal, planner) if key is None else None
         request = _Request(task.labels, key, table, self.unclear[:])
         collective.set_activity("asking whether this step may be saved")
-        begun = collective.scatter_grouped(request, partial(decisions.begin, collective=collective, borrow=borrow))
+        begun = collective.scatter(request, partial(decisions.begin, collective=collective, borrow=borrow))
         del self.unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
         if isinstance(begun, Labelled) and begun.is_doubtful:
             # Averaged weights in a save of their own, or a resized model, are not to be dropped.
@@ -235,23 +235,20 @@ class _Decisions:
 
     def begin(
         self, requests: Sequence[_Request], *, collective: Collective, borrow: bool
-    ) -> tuple[Sequence[_Begun | Labelled], Sequence[int]]:
-        """Begin the save, and decide who writes what if all ranks have a new plan; see `Coordinator.begin`.
-
-        Returns the answers, and for each rank the number of its own.
-        """
+    ) -> Sequence[_Begun | Labelled]:
+        """Begin the save, and decide who writes what if all ranks have a new plan; see `Coordinator.begin`."""
         require_one_kind(is_one_kind=all(isinstance(request, _Request) for request in requests))
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             self.coordinator.failed(ticket, put)
         begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
         if isinstance(begun, Labelled):
-            return [begun], [0] * len(requests)
+            return [begun] * len(requests)
         is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
         answer = _Begun(begun, is_known, self.coordinator.latency_seconds)
         tables = [request.table for request in requests if request.table is not None]
         if len(tables) < len(requests):
-            return [answer], [0] * len(requests)
-        return [answer._replace(share=share) for share in self.arrange_tables(tables)], list(range(len(requests)))
+            return [answer] * len(requests)
+        return [answer._replace(share=share) for share in self.arrange_tables(tables)]
 
     def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
         """Decide which rank writes what, and refuse more than a manifest can hold; return the share of each rank."""

@@ -325,7 +325,7 @@ def test_hosts_read_for_themselves_if_a_rank_has_no_port(without_port: bool) -> 
         if without_port:
             assert announced[2].address is not None
             announced[2] = replace(announced[2], address=replace(announced[2].address, port=0))
-        (cohort,), _ = cohorts_of(announced)
+        cohort = cohorts_of(announced)[0]
         plans = [exchange.begin(MemoryStore(), manifest, cohort)[1] for exchange in exchanges]
         assert {sum(request.length for request in plan.ranges) for plan in plans} == {6 * size}
         awaited = [exchange.fallback_bytes // size for exchange in exchanges]
@@ -343,7 +343,7 @@ def test_what_a_rank_cannot_keep_is_left_to_its_reads() -> None:
             opened.enter_context(PeerExchange(rank, HERE, memory_budget_bytes=MiB, is_over=lambda: False))
             for rank in range(2)
         ]
-        (cohort,), _ = cohorts_of([exchange.listen(manifest, wants) for exchange in exchanges])
+        cohort, _ = cohorts_of([exchange.listen(manifest, wants) for exchange in exchanges])
         for exchange in exchanges:
             exchange.begin(MemoryStore(), manifest, cohort)
         assert sorted(exchange.budget_bytes for exchange in exchanges) == [MiB - size, MiB]

@@ -201,7 +201,7 @@ def expected(world_size: int) -> list[tuple[int, int]]:
 @contextmanager
 def counted_rounds(rank: int = 1) -> Iterator[Counter[str]]:
     """Count the rounds of one rank, by the name of the operation."""
-    counts, names = Counter[str](), ("gather", "scatter", "scatter_grouped")
+    counts, names = Counter[str](), ("gather", "scatter")
     inside = threading.local()
 
     def counting(take: Callable[..., Any]) -> Callable[..., Any]:
