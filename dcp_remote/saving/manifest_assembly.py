@@ -140,23 +140,13 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
 
 
 def _shrink(structure: Structure, planned: Tensors) -> Structure:
-    """Return a structure, which was checked, in less memory; arithmetic on its columns could overflow."""
-    pieces, tensors = structure.pieces, structure.tensors
+    """Return a structure, which was checked, in less memory; sums of its columns could wrap around."""
+    tensors, pieces = structure.tensors, structure.pieces
+    shard, start, length, table = map(shrink_integers, (pieces.shard, pieces.start, pieces.length, pieces.table))
     return replace(
         structure,
-        tensors=replace(
-            tensors,
-            chunk_offsets=planned.chunk_offsets,
-            chunk_sizes=planned.chunk_sizes,
-            chunk_pieces=shrink_integers(tensors.chunk_pieces),
-        ),
-        pieces=Pieces(
-            shrink_integers(pieces.shard),
-            shrink_integers(pieces.start),
-            shrink_integers(pieces.length),
-            shrink_integers(pieces.table),
-            digests=b"",
-        ),
+        tensors=replace(planned, kinds=tensors.kinds, kind=tensors.kind, chunk_pieces=tensors.chunk_pieces),
+        pieces=Pieces(shard, start, length, table, b""),
         taken=shrink_integers(structure.taken),
     )
 
@@ -197,7 +187,8 @@ def _tensors(planned: Tensors, reports: Sequence[SentReport], numbers: JoinedNum
     counts = np.append(pieces, 0)[located]
     begin = np.append(piece_first + np.repeat(numbers.piece_first[:-1], ranks), 0)[located]
     kind = np.array([number_of[pair] for pair in pairs], dtype=np.int64)
-    return replace(planned, kinds=tuple(kinds), kind=kind, chunk_pieces=counts), concat_ranges(begin, counts)
+    tensors = replace(planned, kinds=tuple(kinds), kind=kind, chunk_pieces=shrink_integers(counts))
+    return tensors, concat_ranges(begin, counts)
 
 
 def _check_tensors(planned: Tensors, report: SentReport, encodings: dict[int, str]) -> list[int]:

@@ -11,6 +11,7 @@ thread could not take the interpreter, without the time for which the system ran
 from __future__ import annotations
 
 import argparse
+import ctypes
 import pickle
 import sys
 import threading
@@ -28,6 +29,7 @@ from dcp_remote.common.digests import DIGEST_BYTES, table_entries
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.format.manifest import Pieces, Shards, TensorKind
 from dcp_remote.format.shard import ShardNames
+from dcp_remote.manager.reports import RankFigures, Seconds, SlowShard, combine
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.plan_table import REPLICA, VALUE, PlanTable, arrange, pack_names
 from dcp_remote.saving.rank_report import Notes, RankReport, SentReport
@@ -186,7 +188,14 @@ class _Ticker(threading.Thread):
 
 def _reset_peak() -> int:
     """Begin to measure the peak of memory anew; return the memory in use."""
+    used_bytes = _used_bytes()
     Path("/proc/self/clear_refs").write_text("5")
+    return used_bytes
+
+
+def _used_bytes() -> int:
+    """Return the memory of this process, without what malloc keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
     return _status_bytes("VmRSS")
 
 
@@ -205,28 +214,38 @@ def plan(layout: Layout, cost: Cost) -> Planned:
         planned = arrange(tables, compared=()).planned
     cost.sent_bytes, cost.peak_bytes = sum(map(len, sent)), _status_bytes("VmHWM") - before
     del tables
-    cost.kept_bytes = _status_bytes("VmRSS") - before
+    cost.kept_bytes = _used_bytes() - before
     return planned
 
 
 def commit(layout: Layout, planned: Planned, save: int) -> Cost:
     """Commit a save; the rank of the coordinator does not pickle its own report."""
     cost, own = Cost(), layout.report(0, save)
-    sent = [pickle.dumps(layout.report(rank, save)) for rank in range(1, layout.ranks)]
+    seconds = Seconds(staging=1.5, planning=0.5, uploading=9.5)
+    figures = [
+        RankFigures(rank, requests=_SHARDS, seconds=seconds, slowest_shard=SlowShard(f"shards/{rank}", 1.5, rank))
+        for rank in range(layout.ranks)
+    ]
+    sent = [pickle.dumps((layout.report(rank, save), figures[rank])) for rank in range(1, layout.ranks)]
     cost.sent_bytes = sum(map(len, sent))
     before = _reset_peak()
     with cost.timed("unpickle"):
-        reports = [own, *map(pickle.loads, sent)]
+        parts: list[tuple[SentReport, RankFigures]] = [(own, figures[0]), *map(pickle.loads, sent)]
     with cost.timed("assemble"):
+        reports = [report for report, _ in parts]
         manifest, body, segments = assemble_manifest(
             planned, reports, url=URL, save_id=f"{save:032x}", segment_names=ShardNames(0)
         )
     with cost.timed("orphans"):
         assert not find_orphaned_shards(manifest, reports)
+    with cost.timed("combine"):
+        combine(
+            [of_rank for _, of_rank in parts], step=save, save_id=manifest.save_id, total_bytes=manifest.total_bytes
+        )
     cost.manifest_bytes = len(body) + sum(len(data) for segment in segments.values() for data in segment)
     cost.peak_bytes = _status_bytes("VmHWM") - before
-    del reports, manifest, body, segments
-    cost.kept_bytes = _status_bytes("VmRSS") - before
+    del parts, figures, reports, manifest, body, segments
+    cost.kept_bytes = _used_bytes() - before
     return cost
 
 
