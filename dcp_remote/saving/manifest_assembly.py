@@ -196,9 +196,8 @@ def _check_tensors(planned: Tensors, report: SentReport, encodings: dict[int, st
 
     Refuses tensors and dtypes that were not planned, and ranks that disagree about an encoding.
     """
-    written = report.unpack_tensors()
     numbers: list[int] = []
-    for name, dtype, encoding in zip(*written, strict=True):
+    for name, dtype, encoding in report.unpack_tensors():
         number = planned.index.get(name)
         if number is None:
             raise SaveFailedError(

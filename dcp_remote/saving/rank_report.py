@@ -109,7 +109,7 @@ class RankReport:
             url=self.url,
             keys=shards.keys,
             put=self.put,
-            tensors=compress(msgspec.msgpack.encode((self.names, self.dtypes, self.encodings))),
+            tensors=compress(msgspec.msgpack.encode([*zip(self.names, self.dtypes, self.encodings, strict=True)])),
             numbers=compress(numbers.tobytes()),
             stored=self.stored,
             table_digests=shards.table_digests,
@@ -119,16 +119,8 @@ class RankReport:
         )
 
 
-class WrittenTensors(NamedTuple):
-    """Tensors of which a rank wrote chunks, as in its report."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    encodings: tuple[str, ...]
-
-
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_TENSORS = msgspec.msgpack.Decoder(WrittenTensors)
+_TENSORS = msgspec.msgpack.Decoder(list[tuple[str, str, str]])
 
 
 class SentReport(NamedTuple):
@@ -138,7 +130,7 @@ class SentReport(NamedTuple):
     url: str
     keys: tuple[str, ...]  # of the shards
     put: int  # number of shards that the rank put, the first ones
-    tensors: bytes  # `WrittenTensors`, packed; equal on most ranks
+    tensors: bytes  # name, dtype and encoding of each tensor, packed; equal on most ranks
     numbers: bytes  # packed; equal to those of the rank's last save if only values have changed
     stored: tuple[StoredObject, ...]
     table_digests: bytes
@@ -156,8 +148,8 @@ class SentReport(NamedTuple):
         """Contents of the report beside names of shards, digests and values."""
         return self.tensors, self.numbers, self.stored, tuple(self.inline)
 
-    def unpack_tensors(self) -> WrittenTensors:
-        """Return the tensors of which the rank wrote chunks."""
+    def unpack_tensors(self) -> list[tuple[str, str, str]]:
+        """Return name, dtype and encoding of each tensor of which the rank wrote chunks."""
         return _TENSORS.decode(zstandard.ZstdDecompressor().decompress(self.tensors))
 
 
