@@ -2,7 +2,7 @@
 
     python -m tests.benchmark.clients.commit_cost --data-parallel 128
 
-Tensors are sharded by 8 tensor-parallel and so many data-parallel ranks, in 16 stages of a pipeline; each rank writes a
+Tensors are sharded by 8 tensor-parallel and so many data-parallel ranks, in stages of a pipeline; each rank writes a
 chunk of each tensor of its stage. The first save is planned, and two are committed; in the second one shards have other
 names and other digests. Printed is, for each phase, the CPU time of the process, and the longest time for which another
 thread could not take the interpreter, without the time for which the system ran neither of both.
@@ -35,7 +35,7 @@ from dcp_remote.saving.plan_table import REPLICA, VALUE, PlanTable, arrange, pac
 from dcp_remote.saving.rank_report import Notes, RankReport, SentReport
 
 URL = "s3://bucket/run"
-_TENSOR_PARALLEL, _STAGES = 8, 16
+_TENSOR_PARALLEL = 8
 _ROWS, _WIDTH = 64, 2048  # of a chunk
 _SHARDS = 6  # of a rank
 _TICK_SECONDS = 0.001
@@ -46,6 +46,7 @@ class Layout:
     """Ranks of a job: tensor-parallel ranks are neighbors, then data-parallel ones, then stages."""
 
     data_parallel: int
+    stages: int = 16  # of the pipeline
     tensors: int = 214  # of a stage
 
     @property
@@ -56,7 +57,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return _STAGES * self.ranks_of_a_stage
+        return self.stages * self.ranks_of_a_stage
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Return the names of the tensors of a stage."""
@@ -253,7 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the costs of two saves as JSON; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.clients.commit_cost", description=__doc__)
     parser.add_argument("--data-parallel", type=int, default=16)
-    layout, costs = Layout(parser.parse_args(arguments).data_parallel), [Cost()]
+    parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--tensors", type=int, default=214, help="tensors of a stage")
+    options = parser.parse_args(arguments)
+    layout, costs = Layout(options.data_parallel, options.stages, options.tensors), [Cost()]
     with short_switch_interval():
         planned = plan(layout, costs[0])
         costs += [commit(layout, planned, save) for save in (1, 2)]
