@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Final, Self
 
 import numpy as np
@@ -74,7 +75,7 @@ class Shards:
     def concat(cls, parts: Sequence[Shards]) -> Self:
         """Return the shards of all parts, one part after another."""
         return cls(
-            keys=tuple(key for part in parts for key in part.keys),
+            keys=tuple(chain.from_iterable(part.keys for part in parts)),
             sizes=np.concatenate([_NO_NUMBERS, *(part.sizes for part in parts)]),
             data_starts=np.concatenate([_NO_NUMBERS, *(part.data_starts for part in parts)]),
             table_lengths=np.concatenate([_NO_NUMBERS, *(part.table_lengths for part in parts)]),
@@ -84,7 +85,7 @@ class Shards:
     def take(self, indices: I64) -> Shards:
         """Return the shards at these indices, in their order."""
         return Shards(
-            keys=tuple(self.keys[index] for index in indices.tolist()),
+            keys=tuple(map(self.keys.__getitem__, indices.tolist())),
             sizes=self.sizes[indices],
             data_starts=self.data_starts[indices],
             table_lengths=self.table_lengths[indices],
@@ -135,7 +136,7 @@ class Pieces:
 
 
 def _take_digests(digests: bytes, indices: I64) -> bytes:
-    return np.frombuffer(digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)[indices].tobytes()
+    return np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")[indices].tobytes()
 
 
 @dataclass(frozen=True)

@@ -158,12 +158,13 @@ def _bound(tensors: Tensors, chunks: I64, owner: I64, tensor: I64) -> tuple[I64,
 def _encode(tensors: Tensors, chunks: I64, tensor: I64, pieces: Pieces) -> bytes:
     """Return the document of a segment; `tensor` has the tensor of each chunk."""
     places = concat_ranges(tensors.box_first[chunks], tensors.dimensions[tensor])
+    counts = np.bincount(tensor)
     document = _Document(
         format=FORMAT,
         version=VERSION,
         requires=[],
         chunks=_Chunks(
-            counts=encode_column(np.unique(tensor, return_counts=True)[1].astype(np.int64)),
+            counts=encode_column(counts[counts > 0]),
             numbers=encode_column(chunks - tensors.chunk_first[tensor]),
             offsets=encode_column(tensors.chunk_offsets[places]),
             sizes=encode_column(tensors.chunk_sizes[places]),

@@ -23,8 +23,8 @@ from dcp_remote.format.manifest import Pieces, Shards, StoredObject
 # Higher levels gain little on names of layers and on columns of constant steps.
 _ZSTD_LEVEL = 3
 
-# Columns of each table of numbers: shards, chunks, offsets of chunks, pieces.
-_COLUMNS = (3, 5, 1, 4)
+# Columns of each table of numbers: shards, chunks, pieces, offsets of chunks.
+_COLUMNS = (3, 5, 4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class RankReport:
         tables = (
             (shards.sizes, shards.data_starts, shards.table_lengths),
             (self.chunk_name, self.chunk_hint, self.chunk_dimensions, self.chunk_piece_first, self.chunk_pieces),
-            (self.chunk_offsets,),
             (pieces.shard, pieces.start, pieces.length, pieces.table),
+            (self.chunk_offsets,),
         )
         # Differences are mostly constant, which zstd compresses to almost nothing.
         differences = [np.diff(column, prepend=0) for table in tables for column in table]
@@ -109,7 +109,7 @@ class RankReport:
             url=self.url,
             keys=shards.keys,
             put=self.put,
-            tensors=compress(msgspec.msgpack.encode((self.names, self.dtypes, self.encodings))),
+            tensors=compress(msgspec.msgpack.encode([*zip(self.names, self.dtypes, self.encodings, strict=True)])),
             numbers=compress(numbers.tobytes()),
             stored=self.stored,
             table_digests=shards.table_digests,
@@ -119,16 +119,8 @@ class RankReport:
         )
 
 
-class WrittenTensors(NamedTuple):
-    """Tensors of which a rank wrote chunks, as in its report."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    encodings: tuple[str, ...]
-
-
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_TENSORS = msgspec.msgpack.Decoder(WrittenTensors)
+_TENSORS = msgspec.msgpack.Decoder(list[tuple[str, str, str]])
 
 
 class SentReport(NamedTuple):
@@ -138,7 +130,7 @@ class SentReport(NamedTuple):
     url: str
     keys: tuple[str, ...]  # of the shards
     put: int  # number of shards that the rank put, the first ones
-    tensors: bytes  # `WrittenTensors`, packed; equal on most ranks
+    tensors: bytes  # name, dtype and encoding of each tensor, packed; equal on most ranks
     numbers: bytes  # packed; equal to those of the rank's last save if only values have changed
     stored: tuple[StoredObject, ...]
     table_digests: bytes
@@ -156,8 +148,8 @@ class SentReport(NamedTuple):
         """Contents of the report beside names of shards, digests and values."""
         return self.tensors, self.numbers, self.stored, tuple(self.inline)
 
-    def unpack_tensors(self) -> WrittenTensors:
-        """Return the tensors of which the rank wrote chunks."""
+    def unpack_tensors(self) -> list[tuple[str, str, str]]:
+        """Return name, dtype and encoding of each tensor of which the rank wrote chunks."""
         return _TENSORS.decode(zstandard.ZstdDecompressor().decompress(self.tensors))
 
 
@@ -167,12 +159,11 @@ class JoinedNumbers:
 
     shards: I64  # sizes, data_starts, table_lengths
     chunks: I64  # chunk_name, chunk_hint, chunk_dimensions, chunk_piece_first, chunk_pieces of `RankReport`
-    offsets: I64  # chunk_offsets
     pieces: I64  # shard, start, length, table
+    offsets: I64  # chunk_offsets
     # Index of the first entry of each rank, then the number of all.
     shard_first: I64
     chunk_first: I64
-    offset_first: I64
     piece_first: I64
 
 
@@ -187,5 +178,5 @@ def join_numbers(reports: Sequence[SentReport]) -> JoinedNumbers:
             stop = start + columns * count
             table.append(numbers[start:stop].reshape(columns, count).cumsum(axis=1))
             start = stop
-    firsts = [group_offsets(np.array([part.shape[1] for part in table], dtype=np.int64)) for table in tables]
+    firsts = [group_offsets(np.array([part.shape[1] for part in table], dtype=np.int64)) for table in tables[:3]]
     return JoinedNumbers(*map(concat_arrays, tables), *firsts)

@@ -63,7 +63,7 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     ranks = RankGroup(1, 2, dist.HashStore())
     saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
     figures = RankFigures(rank=1)
-    report = SimpleNamespace(put_keys=())
+    report = SimpleNamespace(put_keys=(), to_sent=tuple)
     agreed = {step: Agreed(ticket, SavePlan([]), None) for step, ticket in begun.items()}
     monkeypatch.setattr(saver._planning, "agree", lambda _collective, task, **_: agreed[task.labels.step])
     monkeypatch.setattr(saver, "_upload", lambda *_: report)

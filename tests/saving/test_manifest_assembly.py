@@ -16,8 +16,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_remote import RemoteReader, RemoteWriter, load, writer
+from dcp_remote.common.arrays import shrink_integers
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from dcp_remote.format import manifest_json
+from dcp_remote.format import manifest_json, segments
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
@@ -251,6 +252,29 @@ def digest_of(digests: bytes, number: int) -> bytes:
 
 def digests_of(reports: Sequence[RankReport]) -> set[bytes]:
     return {digest_of(one.pieces.digests, n) for one in reports for n in range(len(one.pieces.shard))}
+
+
+def test_segments_of_a_later_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of a first save, though kept columns are in bytes, in which sums of offsets and sizes wrap."""
+    monkeypatch.setattr(segments, "SEGMENT_PIECES_MAX", 2)
+    good = planned([{"w": part, "n": 1} for part in shard(torch.randn(300, 10), 3, (3, 2))])
+    contents = to_columns(good.metadata)
+    tensors = contents.tensors
+    offsets, sizes = shrink_integers(tensors.chunk_offsets), shrink_integers(tensors.chunk_sizes)
+    assert offsets.itemsize == sizes.itemsize == 1
+    kept = replace(contents, tensors=replace(tensors, chunk_offsets=offsets, chunk_sizes=sizes), checked=[])
+
+    def found(contents: Contents, save: int) -> object:
+        sent = [report.to_sent() for report in renewed(good.reports, save)]
+        names = ShardNames(0, token="5" * 16)
+        manifest, _, objects = assemble_manifest(contents, sent, url=sent[0].url, save_id=SAVE_ID, segment_names=names)
+        assert len(objects) > 1
+        return plain(replace(manifest, created="")), objects
+
+    assert found(kept, 1) == found(contents, 1)
+    [known] = kept.checked
+    assert found(kept, 2) == found(to_columns(good.metadata), 2)
+    assert kept.checked == [known]
 
 
 def outcome(contents: Contents, reports: Sequence[RankReport]) -> object:

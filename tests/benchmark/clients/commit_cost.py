@@ -2,7 +2,7 @@
 
     python -m tests.benchmark.clients.commit_cost --data-parallel 128
 
-Tensors are sharded by 8 tensor-parallel and so many data-parallel ranks, in 16 stages of a pipeline; each rank writes a
+Tensors are sharded by 8 tensor-parallel and so many data-parallel ranks, in stages of a pipeline; each rank writes a
 chunk of each tensor of its stage. The first save is planned, and two are committed; in the second one shards have other
 names and other digests. Printed is, for each phase, the CPU time of the process, and the longest time for which another
 thread could not take the interpreter, without the time for which the system ran neither of both.
@@ -11,6 +11,7 @@ thread could not take the interpreter, without the time for which the system ran
 from __future__ import annotations
 
 import argparse
+import ctypes
 import pickle
 import sys
 import threading
@@ -28,12 +29,13 @@ from dcp_remote.common.digests import DIGEST_BYTES, table_entries
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.format.manifest import Pieces, Shards, TensorKind
 from dcp_remote.format.shard import ShardNames
+from dcp_remote.manager.reports import RankFigures, Seconds, SlowShard, combine
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.plan_table import REPLICA, VALUE, PlanTable, arrange, pack_names
 from dcp_remote.saving.rank_report import Notes, RankReport, SentReport
 
 URL = "s3://bucket/run"
-_TENSOR_PARALLEL, _STAGES = 8, 16
+_TENSOR_PARALLEL = 8
 _ROWS, _WIDTH = 64, 2048  # of a chunk
 _SHARDS = 6  # of a rank
 _TICK_SECONDS = 0.001
@@ -44,6 +46,7 @@ class Layout:
     """Ranks of a job: tensor-parallel ranks are neighbors, then data-parallel ones, then stages."""
 
     data_parallel: int
+    stages: int = 16  # of the pipeline
     tensors: int = 214  # of a stage
 
     @property
@@ -54,7 +57,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return _STAGES * self.ranks_of_a_stage
+        return self.stages * self.ranks_of_a_stage
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Return the names of the tensors of a stage."""
@@ -186,7 +189,14 @@ class _Ticker(threading.Thread):
 
 def _reset_peak() -> int:
     """Begin to measure the peak of memory anew; return the memory in use."""
+    used_bytes = _used_bytes()
     Path("/proc/self/clear_refs").write_text("5")
+    return used_bytes
+
+
+def _used_bytes() -> int:
+    """Return the memory of this process, without what malloc keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
     return _status_bytes("VmRSS")
 
 
@@ -205,28 +215,38 @@ def plan(layout: Layout, cost: Cost) -> Planned:
         planned = arrange(tables, compared=()).planned
     cost.sent_bytes, cost.peak_bytes = sum(map(len, sent)), _status_bytes("VmHWM") - before
     del tables
-    cost.kept_bytes = _status_bytes("VmRSS") - before
+    cost.kept_bytes = _used_bytes() - before
     return planned
 
 
 def commit(layout: Layout, planned: Planned, save: int) -> Cost:
     """Commit a save; the rank of the coordinator does not pickle its own report."""
     cost, own = Cost(), layout.report(0, save)
-    sent = [pickle.dumps(layout.report(rank, save)) for rank in range(1, layout.ranks)]
+    seconds = Seconds(staging=1.5, planning=0.5, uploading=9.5)
+    figures = [
+        RankFigures(rank, requests=_SHARDS, seconds=seconds, slowest_shard=SlowShard(f"shards/{rank}", 1.5, rank))
+        for rank in range(layout.ranks)
+    ]
+    sent = [pickle.dumps((layout.report(rank, save), figures[rank])) for rank in range(1, layout.ranks)]
     cost.sent_bytes = sum(map(len, sent))
     before = _reset_peak()
     with cost.timed("unpickle"):
-        reports = [own, *map(pickle.loads, sent)]
+        parts: list[tuple[SentReport, RankFigures]] = [(own, figures[0]), *map(pickle.loads, sent)]
     with cost.timed("assemble"):
+        reports = [report for report, _ in parts]
         manifest, body, segments = assemble_manifest(
             planned, reports, url=URL, save_id=f"{save:032x}", segment_names=ShardNames(0)
         )
     with cost.timed("orphans"):
         assert not find_orphaned_shards(manifest, reports)
+    with cost.timed("combine"):
+        combine(
+            [of_rank for _, of_rank in parts], step=save, save_id=manifest.save_id, total_bytes=manifest.total_bytes
+        )
     cost.manifest_bytes = len(body) + sum(len(data) for segment in segments.values() for data in segment)
     cost.peak_bytes = _status_bytes("VmHWM") - before
-    del reports, manifest, body, segments
-    cost.kept_bytes = _status_bytes("VmRSS") - before
+    del parts, figures, reports, manifest, body, segments
+    cost.kept_bytes = _used_bytes() - before
     return cost
 
 
@@ -234,7 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the costs of two saves as JSON; see the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.clients.commit_cost", description=__doc__)
     parser.add_argument("--data-parallel", type=int, default=16)
-    layout, costs = Layout(parser.parse_args(arguments).data_parallel), [Cost()]
+    parser.add_argument("--stages", type=int, default=16)
+    parser.add_argument("--tensors", type=int, default=214, help="tensors of a stage")
+    options = parser.parse_args(arguments)
+    layout, costs = Layout(options.data_parallel, options.stages, options.tensors), [Cost()]
     with short_switch_interval():
         planned = plan(layout, costs[0])
         costs += [commit(layout, planned, save) for save in (1, 2)]
