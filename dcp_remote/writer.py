@@ -155,10 +155,10 @@ class RemoteWriter(StorageWriter):
     is unchanged, or, if only the last collective operation failed, the new one is committed. A crash at any moment
     leaves the old checkpoint or the new one, and orphaned shards.
 
-    Costs: one GET and one PUT by the coordinator, which puts a segment for each 200,000 pieces if there are more; one
-    PUT per shard of at most 64 MiB; for the first save of a process
-    to a server that is not a cloud's own, three requests more (see `set_up_storage_writer`). Contiguous CPU tensors are
-    sent without a copy; everything else is copied a shard at a time. During a save, the GIL switch interval of the
+    Costs: one GET and one PUT by the coordinator, and of more than 200,000 pieces a PUT for each 50,000; one PUT per
+    shard of at most 64 MiB; for the first save of a process to a server that is not a cloud's own, three requests more
+    (see `set_up_storage_writer`). Contiguous CPU tensors are sent without a copy; everything else is copied a shard at
+    a time. During a save, the GIL switch interval of the
     whole process is 1 ms (`common/gil.py`).
 
     A writer can be used for several saves, one after another, or concurrently from several threads (`async_save`).

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -23,14 +25,18 @@ from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, 
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.columns import ENTRIES_MAX, decode_column, encode_column
 from dcp_remote.format.document import VERSION, open_document, parse, seal
-from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards, Tensors
+from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.format.shard import HeaderEntry, header
 
 FORMAT = "dcp_remote segment"
 
-# Pieces of chunks above which a manifest is written in segments, of about so many pieces each: 4 MB and 0.1 s.
+# Pieces of chunks above which a manifest is written in segments.
 SEGMENT_PIECES_MAX = 200_000
+
+# Pieces of a segment, about: 0.8 MB. A rank reads two or three, and an index that grows with their number; 1 MB for
+# 56 million pieces.
+_SEGMENT_PIECES = 50_000
 
 
 class _Chunks(msgspec.Struct):
@@ -61,16 +67,54 @@ class _Document(msgspec.Struct):
 _DOCUMENT = msgspec.json.Decoder(_Document)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Segment:
-    """Chunks of a segment, and their pieces, as `Tensors` and `Pieces` have them."""
+    """Chunks and their pieces: those of a segment, or of several."""
 
     tensor: I64  # index of the tensor of each chunk
+    dimensions: I64  # number of dimensions of each chunk
     number: I64  # position of each chunk among the chunks of its tensor
-    offsets: I64
+    offsets: I64  # of all chunks, one chunk after another
     sizes: I64
-    piece_counts: I64  # number of pieces of each chunk
+    counts: I64  # number of pieces of each chunk
     pieces: Pieces
+
+    @cached_property
+    def _firsts(self) -> tuple[I64, I64]:
+        """Indices of the first value and of the first piece of each chunk."""
+        return group_offsets(self.dimensions)[:-1], group_offsets(self.counts)[:-1]
+
+    def take(self, chunks: I64) -> Segment:
+        """Return the chunks at these indices, in their order."""
+        value_first, piece_first = self._firsts
+        dimensions, counts = self.dimensions[chunks], self.counts[chunks]
+        values = concat_ranges(value_first[chunks], dimensions)
+        return Segment(
+            tensor=self.tensor[chunks],
+            dimensions=dimensions,
+            number=self.number[chunks],
+            offsets=self.offsets[values],
+            sizes=self.sizes[values],
+            counts=counts,
+            pieces=self.pieces.take(concat_ranges(piece_first[chunks], counts)),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Segment]) -> Self:
+        """Return the chunks of all parts, one part after another."""
+
+        def concat(column: Callable[[Segment], I64]) -> I64:
+            return np.concatenate([np.zeros(0, dtype=np.int64), *map(column, parts)])
+
+        return cls(
+            tensor=concat(lambda part: part.tensor),
+            dimensions=concat(lambda part: part.dimensions),
+            number=concat(lambda part: part.number),
+            offsets=concat(lambda part: part.offsets),
+            sizes=concat(lambda part: part.sizes),
+            counts=concat(lambda part: part.counts),
+            pieces=Pieces.concat([part.pieces for part in parts]),
+        )
 
 
 # ---- writing
@@ -84,31 +128,34 @@ def split(
     The manifest stays whole in memory. `make_key` returns the key of the nth segment, as `ShardNames.key`. `known` has
     the keys of segments that are there, by digest, as of `segment_keys`: they are named, and not put.
     """
-    tensors, pieces = manifest.tensors, manifest.pieces
-    chunk_of = _group_chunks(manifest)
-    if not chunk_of:
+    tensors = manifest.tensors
+    groups = _group_chunks(manifest)
+    if not groups:
         return manifest, {}
-    tensor_of = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
+    tensor = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
+    number = np.arange(len(tensor)) - tensors.chunk_first[tensor]
+    columns = tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces
+    whole = Segment(tensor, tensors.dimensions[tensor], number, *columns, manifest.pieces)
     objects: dict[str, list[Buffer]] = {}
     unused = dict(known)  # two segments of equal bytes are two objects
-    shards, own, lists = [manifest.shards], [pieces], list[tuple[I64, I64, I64, I64]]()
-    for number, chunks in enumerate(chunk_of):
-        tensor, named = sorted_unique(tensor_of[chunks]), _pieces_of(tensors, pieces, chunks)
-        shard = sorted_unique(named.shard)
-        local = replace(named, shard=np.searchsorted(shard, named.shard))
-        data = _encode(tensors, chunks, tensor_of[chunks], local)
-        lists.append((shard, tensor, *_bound(tensors, chunks, np.searchsorted(tensor, tensor_of[chunks]), tensor)))
-        front, written, piece = _make_shard(data, number=len(manifest.shards.keys) + number)
+    shards, pieces, lists = [manifest.shards], [manifest.pieces], list[tuple[I64, I64, I64, I64]]()
+    for nth, chunks in enumerate(groups):
+        part = whole.take(chunks)
+        own_shards, own_tensors = sorted_unique(part.pieces.shard), sorted_unique(part.tensor)
+        owner = np.searchsorted(own_tensors, part.tensor)
+        lists.append((own_shards, own_tensors, *_bound(part, owner, tensors.dimensions[own_tensors])))
+        data = _encode(part, owner, np.searchsorted(own_shards, part.pieces.shard))
+        front, shard, piece = _make_shard(data, number=len(manifest.shards.keys) + nth)
         key = unused.pop(piece.digests, None)
         if key is None:
-            key = make_key(number)
+            key = make_key(nth)
             objects[key] = [front, data]
-        shards.append(replace(written, keys=(key,)))
-        own.append(piece)
+        shards.append(replace(shard, keys=(key,)))
+        pieces.append(piece)
     flat = [np.concatenate([listed[column] for listed in lists]) for column in range(4)]
     counts = [np.array([len(listed[column]) for listed in lists], dtype=np.int64) for column in range(2)]
-    table = SegmentTable(tensors.chunks, counts[0], flat[0], counts[1], flat[1], flat[2], flat[3])
-    return replace(manifest, shards=Shards.concat(shards), pieces=Pieces.concat(own), segments=table), objects
+    table = SegmentTable(tensors.chunks, counts[0], flat[0], counts[1], *flat[1:])
+    return replace(manifest, shards=Shards.concat(shards), pieces=Pieces.concat(pieces), segments=table), objects
 
 
 def _group_chunks(manifest: Manifest) -> list[I64]:
@@ -123,55 +170,45 @@ def _group_chunks(manifest: Manifest) -> list[I64]:
     # A chunk without pieces goes with its neighbor.
     shard = manifest.pieces.shard[np.minimum(tensors.piece_first[:-1], count - 1)]
     order = np.lexsort((shard, group))
-    group, shard = group[order], shard[order]
-    before = group_offsets(np.maximum(tensors.chunk_pieces[order], 1))[:-1]
-    is_first = np.concatenate([[True], group[1:] != group[:-1]])
-    of_shard = is_first | np.concatenate([[True], shard[1:] != shard[:-1]])
-    part = (_carry(before, of_shard) - _carry(before, is_first)) // max(SEGMENT_PIECES_MAX, 1)
-    bounds = np.flatnonzero(is_first | np.concatenate([[True], part[1:] != part[:-1]]))
-    return [np.sort(chunks) for chunks in np.split(order, bounds[1:])]
+    is_first = np.diff(group[order], prepend=-1) != 0  # of its group
+    starts = np.flatnonzero(is_first | (np.diff(shard[order], prepend=-1) != 0))
+    before = group_offsets(np.maximum(tensors.chunk_pieces[order], 1))[starts]
+    # Pieces of the group before each shard.
+    before -= np.maximum.accumulate(np.where(is_first[starts], before, 0))
+    is_new = is_first[starts] | (np.diff(before // max(min(_SEGMENT_PIECES, SEGMENT_PIECES_MAX), 1), prepend=0) != 0)
+    return [np.sort(chunks, kind="stable") for chunks in np.split(order, starts[is_new][1:])]  # of few ascending runs
 
 
-def _carry(values: I64, starts: np.typing.NDArray[np.bool_]) -> I64:
-    """Return, at each place, the value at the nearest start at or before it."""
-    first = np.flatnonzero(starts)
-    return np.repeat(values[first], np.diff(first, append=len(values)))
+def _bound(part: Segment, owner: I64, dimensions: I64) -> tuple[I64, I64]:
+    """Return the offsets and the sizes of the box around the chunks of each tensor.
 
-
-def _pieces_of(tensors: Tensors, pieces: Pieces, chunks: I64) -> Pieces:
-    return pieces.take(concat_ranges(tensors.piece_first[chunks], tensors.chunk_pieces[chunks]))
-
-
-def _bound(tensors: Tensors, chunks: I64, owner: I64, tensor: I64) -> tuple[I64, I64]:
-    """Return the offsets and the sizes of the box around the chunks of each tensor; `owner` has their tensor."""
-    dimensions = tensors.dimensions[tensor]
-    places = concat_ranges(tensors.box_first[chunks], dimensions[owner])
-    values = concat_ranges(group_offsets(dimensions)[owner], dimensions[owner])
+    `owner` is the position of each chunk's tensor among those of the part, which have so many dimensions.
+    """
+    values = concat_ranges(group_offsets(dimensions)[owner], part.dimensions)
     low = np.full(int(dimensions.sum()), np.iinfo(np.int64).max)
     high = np.zeros_like(low)
-    offsets = tensors.chunk_offsets[places].astype(np.int64)  # a sum of narrower integers could wrap around
+    offsets = part.offsets.astype(np.int64)  # a sum of narrower integers could wrap around
     np.minimum.at(low, values, offsets)
-    np.maximum.at(high, values, offsets + tensors.chunk_sizes[places])
+    np.maximum.at(high, values, offsets + part.sizes)
     return low, high - low
 
 
-def _encode(tensors: Tensors, chunks: I64, tensor: I64, pieces: Pieces) -> bytes:
-    """Return the document of a segment; `tensor` has the tensor of each chunk."""
-    places = concat_ranges(tensors.box_first[chunks], tensors.dimensions[tensor])
-    counts = np.bincount(tensor)
+def _encode(part: Segment, owner: I64, shard: I64) -> bytes:
+    """Return the document of a segment, with the positions of its tensors and shards among those of the index."""
+    pieces = part.pieces
     document = _Document(
         format=FORMAT,
         version=VERSION,
         requires=[],
         chunks=_Chunks(
-            counts=encode_column(counts[counts > 0]),
-            numbers=encode_column(chunks - tensors.chunk_first[tensor]),
-            offsets=encode_column(tensors.chunk_offsets[places]),
-            sizes=encode_column(tensors.chunk_sizes[places]),
-            pieces=encode_column(tensors.chunk_pieces[chunks]),
+            counts=encode_column(np.bincount(owner).astype(np.int64)),
+            numbers=encode_column(part.number),
+            offsets=encode_column(part.offsets),
+            sizes=encode_column(part.sizes),
+            pieces=encode_column(part.counts),
         ),
         pieces=_Pieces(
-            shard=encode_column(pieces.shard),
+            shard=encode_column(shard),
             start=encode_column(pieces.start),
             length=encode_column(pieces.length),
             table=encode_column(pieces.table),
@@ -292,37 +329,26 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
         table=decode_column(columns.table, name="pieces.table", count=total),
         digests=columns.digests,
     )
-    return Segment(tensor, numbers, offsets, sizes, piece_counts, pieces)
+    return Segment(tensor, dimensions[tensor], numbers, offsets, sizes, piece_counts, pieces)
 
 
 def join(manifest: Manifest, found: Sequence[Segment]) -> Manifest:
     """Return a manifest with the chunks of these segments, checked; `manifest` is as it was decoded."""
-    tensors, pieces = manifest.tensors, manifest.pieces
-    tensor = np.concatenate([np.zeros(0, dtype=np.int64), *(one.tensor for one in found)])
-    number = np.concatenate([np.zeros(0, dtype=np.int64), *(one.number for one in found)])
-    counts = np.concatenate([np.zeros(0, dtype=np.int64), *(one.piece_counts for one in found)])
-    order = np.lexsort((number, tensor))
-    is_repeated = (np.diff(tensor[order]) == 0) & (np.diff(number[order]) == 0)
-    if bool(is_repeated.any()):
+    joined = Segment.concat(found)
+    joined = joined.take(np.lexsort((joined.number, joined.tensor)))
+    if bool(((np.diff(joined.tensor) == 0) & (np.diff(joined.number) == 0)).any()):
         raise _damaged("a chunk is in it twice, or in another one")
-    dimensions = tensors.dimensions[tensor]
-    places = concat_ranges(group_offsets(dimensions)[:-1][order], dimensions[order])
-    own = Pieces.concat([one.pieces for one in found])
-    joined = Tensors(
-        names=tensors.names,
-        kinds=tensors.kinds,
-        kind=tensors.kind,
-        dimensions=tensors.dimensions,
-        shape=tensors.shape,
-        chunks=np.bincount(tensor, minlength=len(tensors.names)).astype(np.int64),
-        chunk_offsets=np.concatenate([np.zeros(0, dtype=np.int64), *(one.offsets for one in found)])[places],
-        chunk_sizes=np.concatenate([np.zeros(0, dtype=np.int64), *(one.sizes for one in found)])[places],
-        chunk_pieces=counts[order],
+    tensors = replace(
+        manifest.tensors,
+        chunks=np.bincount(joined.tensor, minlength=len(manifest.tensors.names)).astype(np.int64),
+        chunk_offsets=joined.offsets,
+        chunk_sizes=joined.sizes,
+        chunk_pieces=joined.counts,
     )
-    own = own.take(concat_ranges(group_offsets(counts)[:-1][order], counts[order]))
-    shift = len(own.shard)
-    stored = tuple(replace(item, piece_first=item.piece_first + shift) for item in manifest.stored)
-    return check(replace(manifest, tensors=joined, pieces=Pieces.concat([own, pieces]), stored=stored))
+    count = len(joined.pieces.shard)
+    stored = tuple(replace(item, piece_first=item.piece_first + count) for item in manifest.stored)
+    pieces = Pieces.concat([joined.pieces, manifest.pieces])
+    return check(replace(manifest, tensors=tensors, pieces=pieces, stored=stored))
 
 
 def _total(counts: I64) -> int:

@@ -82,19 +82,21 @@ def find_lost_values(
 
 
 def _have_other_values(manifest: Manifest, name: str, other: str) -> bool:
+    """Compare the chunks that both tensors have: of a manifest in segments, one may have more than the other."""
     tensors, pieces = manifest.tensors, manifest.pieces
-    ranges: list[range] = []
-    layouts: list[tuple[object, ...]] = []
+    kinds, found = set(), list[dict[tuple[object, ...], range]]()
     for tensor in (tensors.index[name], tensors.index[other]):
-        chunks = [int(number) for number in tensors.chunk_first[tensor : tensor + 2]]
-        first, stop = (int(tensors.piece_first[number]) for number in chunks)
-        ranges.append(range(first, stop))
-        offsets, sizes = tensors.boxes_of(tensor)
-        lengths = pieces.length[first:stop].tolist()
-        layouts.append((tensors.kind_of(tensor), offsets.tolist(), sizes.tolist(), lengths))
-    if layouts[0] != layouts[1]:
-        return False
-    return any(pieces.digest(piece) != pieces.digest(twin) for piece, twin in zip(*ranges, strict=True))
+        kinds.add(tensors.kind_of(tensor))
+        chunks = range(int(tensors.chunk_first[tensor]), int(tensors.chunk_first[tensor + 1]))
+        spans = [range(*tensors.piece_first[chunk : chunk + 2].tolist()) for chunk in chunks]
+        places = [(tensors.offsets_of(chunk), tensors.sizes_of(chunk)) for chunk in chunks]
+        lengths = [tuple(pieces.length[span.start : span.stop].tolist()) for span in spans]
+        found.append({(*place, cut): span for place, cut, span in zip(places, lengths, spans, strict=True)})
+    return len(kinds) == 1 and any(
+        pieces.digest(piece) != pieces.digest(twin)
+        for layout in found[0].keys() & found[1].keys()
+        for piece, twin in zip(found[0][layout], found[1][layout], strict=True)
+    )
 
 
 def _extent(number: int, template: torch.Tensor) -> _Extent:

@@ -22,6 +22,7 @@ from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import Manifest, Pieces, TensorKind
 from dcp_remote.format.segments import Segment, decode_segment, find_segments, join, place_of, segment_keys, split
 from dcp_remote.format.shard import ShardNames
+from dcp_remote.loading.overlapping_templates import _have_other_values
 from dcp_remote.run.thinning import drop_keys
 from tests.support.manifests import Layout, build, manifests, plain
 from tests.support.segments import lower_segments
@@ -142,6 +143,16 @@ def test_a_part_is_read_as_it_is_in_the_whole() -> None:
             pieces = [int(one.tensors.piece_first[c]) for one, c in ((part, chunk), (large, whole))]
             assert part.pieces.digest(pieces[0]) == large.pieces.digest(pieces[1])
             assert part.pieces.start[pieces[0]] == large.pieces.start[pieces[1]]
+
+
+def test_tied_tensors_of_which_one_has_more_chunks() -> None:
+    """Their other chunks are compared: a segment may end between the shards of one rank."""
+    _, body, objects = write(wide(), pieces=12)
+    (own,) = decode(decoded(body), objects, [1])
+    part = join(decoded(body), [own.take(np.flatnonzero((own.tensor > 0) | (own.number < own.number.max())))])
+    assert part.tensors.chunks.tolist()[:2] == [1, 2]
+    assert _have_other_values(part, "model.0", "model.1")
+    assert not _have_other_values(part, "model.1", "model.1")
 
 
 def test_equal_segments_are_named_again() -> None:
