@@ -64,15 +64,6 @@ _ACCEPTED = "any file system of fsspec; to save, s3fs.S3FileSystem or LocalFileS
 # File systems that answer from a cache, which misses the commits of other jobs.
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
 
-# Stores to write to, by the protocol of the file system.
-_WRITABLE = {
-    **dict.fromkeys(("gs", "gcs"), "gs://bucket/prefix"),
-    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "az://container/prefix"),
-    "memory": "memory://name/prefix",
-    "s3": "s3fs's own S3FileSystem",
-    "file": "fsspec's own LocalFileSystem",
-}
-
 # Names under which file systems give the time of the last write; a file system without any has the time 0.
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
 
@@ -174,8 +165,8 @@ class ReadOnlyFsspecStore:
         """Implement `ObjectStore.capabilities`. Read-only; memory is not shared with other processes."""
         protocol = _protocol_of(self._filesystem)
         refusal = (
-            f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with "
-            f"{_WRITABLE.get(protocol, 's3://, gs://, az://, file:// or an S3FileSystem')}."
+            f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with s3://, gs://, "
+            "az:// or file:// URLs, or s3fs's own S3FileSystem."
         )
         return Capabilities(
             compare_and_swap=False, shared=protocol != "memory", swap_refusal=refusal, write_refusal=refusal

@@ -114,7 +114,11 @@ class TorchSource(Source):
         self.object_ranges = {
             name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)
         }
-        values = self._load_objects(self.object_ranges)
+        streams = self.reader.read(list(self.object_ranges.values()))
+        values = {
+            name: unwrap_marked(self._decode(name, data))
+            for name, data in zip(self.object_ranges, streams, strict=True)
+        }
         paths = metadata.planner_data or {}
         index_max = _INDEX_MAX + len(entries)
         for name, entry in entries.items():
@@ -182,10 +186,6 @@ class TorchSource(Source):
                 if stored.shape != box.sizes:
                     raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
                 self.chunks[name][number] = box, stored
-
-    def _load_objects(self, spans: Mapping[str, FileRange]) -> dict[str, Any]:
-        streams = self.reader.read(list(spans.values()))
-        return {name: unwrap_marked(self._decode(name, data)) for name, data in zip(spans, streams, strict=True)}
 
     def _decode(self, name: str, data: memoryview) -> Any:
         try:

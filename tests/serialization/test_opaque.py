@@ -164,10 +164,9 @@ def test_by_torchs_own_functions(tmp_path: Path) -> None:
     assert repr(state["cfg"]) == "Opaque({'a': [1]})"
 
 
-@pytest.mark.parametrize("first", [np.zeros(2, dtype=[("a", "i4")]), np.arange(3)], ids=["fields", "plain"])
-def test_a_pair_that_begins_with_an_array(first: Any) -> None:
-    """Save and load tuples of an array and a value: no comparison of the array with a mark."""
-    store = MemoryStore()
+def test_a_pair_that_begins_with_an_array() -> None:
+    """Save and load a tuple of an array and a value: no comparison of the array with a mark."""
+    store, first = MemoryStore(), np.arange(3)
     assert refused_values({"pair": (first, 1)}) == []
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, {"pair": (first, 1)}, wait=True)
