@@ -60,8 +60,6 @@ _Answer = TypeVar("_Answer")
 
 CLOUDS: dict[str, type[Provider]] = {"s3": S3, "gs": GoogleCloud, "az": Azure}
 
-_CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
-
 # Verbs that a save or a load sends in large numbers; only their requests are throttled.
 _THROTTLED_VERBS = frozenset({"put", "get_into"})
 
@@ -118,6 +116,8 @@ class CloudStore(PlacedStore):
     start processes with spawn or forkserver.
     """
 
+    capabilities = Capabilities(compare_and_swap=True, shared=True)  # by the conditional PUT that all three clouds have
+
     def __init__(self, parsed: ParsedUrl, bucket: Bucket) -> None:
         """Store the arguments; nothing is sent."""
         self._place = parsed
@@ -128,11 +128,6 @@ class CloudStore(PlacedStore):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the configuration, explicit credentials included; treat such a pickle as a secret."""
         return _reopen, (self._place, self._provider.options, self._bucket.timeouts)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Implement `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
-        return _CAPABILITIES
 
     @property
     def latency_seconds(self) -> float:
