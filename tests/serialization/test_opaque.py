@@ -298,9 +298,7 @@ def test_states_that_look_like_entries() -> None:
     }
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
-        with pytest.raises(
-            InvalidArgumentError, match=r"where='a, b\.0\.x\.y, c, d\._extra_state, e\.o' found=5"
-        ):
+        with pytest.raises(InvalidArgumentError, match=r"where='a, b\.0\.x\.y, c, d\._extra_state, e\.o' found=5"):
             checkpoints.save(1, wrong, wait=True)
         assert not list(store.list("shards/"))
         checkpoints.save(1, {"a": Holding({"x": (*pair, 6), "y": list(pair), "z": (pair,)})}, wait=True)
