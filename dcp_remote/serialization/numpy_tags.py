@@ -173,11 +173,6 @@ def _decode_long_double(_: Decoder, encoded: Json) -> object:
     return pair[0]
 
 
-def _encode_numpy_str(encoder: Encoder, value: np.str_) -> Json:
-    # `str(value)` drops NUL characters at the end.
-    return encoder.child("str", str.__str__(value))
-
-
 def _create_bit_generator(state: object, seed: np.random.SeedSequence | int) -> np.random.BitGenerator:
     """Return a new bit generator of the kind that `state` names, in its initial state.
 
@@ -268,7 +263,10 @@ NUMPY_TAGS: tuple[Tag, ...] = (
     *(Tag("$numpy.scalar", kind, _encode_scalar, _decode_scalar, mutable=kind is np.void) for kind in _SCALAR_KINDS),
     Tag("$numpy.longdouble", np.longdouble, write_no_longer, _decode_long_double),
     Tag(
-        "$numpy.str", np.str_, _encode_numpy_str, lambda decoder, encoded: np.str_(expect(decoder.value(encoded), str))
+        "$numpy.str",
+        np.str_,
+        lambda encoder, value: encoder.child("str", str.__str__(value)),  # `str(value)` drops NUL characters at the end
+        lambda decoder, encoded: np.str_(expect(decoder.value(encoded), str)),
     ),
     Tag(
         "$numpy.bytes", np.bytes_, lambda _, value: to_base64(value), lambda _, encoded: np.bytes_(from_base64(encoded))

@@ -38,6 +38,7 @@ from dcp_remote.storage.base import (
     Content,
     ObjectInfo,
     ObjectStore,
+    PlacedStore,
     Version,
     check_listing,
     make_oversize_error,
@@ -133,7 +134,7 @@ def _open_to_read(filesystem: AbstractFileSystem, path: str) -> ReadOnlyFsspecSt
     return ReadOnlyFsspecStore(filesystem, path, nullcontext() if filesystem.async_impl else threading.Lock())
 
 
-class ReadOnlyFsspecStore:
+class ReadOnlyFsspecStore(PlacedStore):
     """Store that reads through the public methods of any fsspec file system; opened by `open_fsspec_store`.
 
     Safe to use from many threads; a file system without fsspec's own event loop gets one call at a time. Pickles the
@@ -146,10 +147,6 @@ class ReadOnlyFsspecStore:
         self._filesystem = filesystem
         self._path = path.rstrip("/") + "/" if path else filesystem.root_marker
         self._lock = lock
-
-    def __repr__(self) -> str:
-        """Return the class and the URL; arguments of the file system may be secrets."""
-        return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the file system, including explicit credentials."""
@@ -195,7 +192,7 @@ class ReadOnlyFsspecStore:
         check_key(key)
         data = self._read("get", key, 0, limit_bytes + 1)
         if len(data) > limit_bytes:
-            raise make_oversize_error(f"{self.url}/{key}", size_bytes=len(data), limit_bytes=limit_bytes)
+            raise make_oversize_error(self._named(key), size_bytes=len(data), limit_bytes=limit_bytes)
         return Content(data=data, version=Version(etag=None))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
@@ -203,11 +200,11 @@ class ReadOnlyFsspecStore:
         check_key(key)
         with writes_nothing():
             data = self._read("get_into", key, start, start + len(buffer))
-        fill(buffer, data, start=start, url=f"{self.url}/{key}")
+        fill(buffer, data, start=start, url=self._named(key))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. Refused."""
-        raise InvalidArgumentError(self.capabilities.write_refusal, url=f"{self.url}/{key}")
+        raise InvalidArgumentError(self.capabilities.write_refusal, url=self._named(key))
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. One `find`, and an `info` for each object whose size it lacks (`http`)."""
@@ -264,9 +261,11 @@ class ReadOnlyFsspecStore:
         except Exception as error:  # noqa: BLE001  # `_classify` handles every error
             secrets = list(find_secrets(self._filesystem.storage_options))
             kind = _classify(error)
-            url = f"{self.url}/{key}" if key else self.url
             failure = kind(
-                WHAT[kind], verb=verb, url=url, cause=describe_cause(str(error) or type(error).__name__, secrets)
+                WHAT[kind],
+                verb=verb,
+                url=self._named(key),
+                cause=describe_cause(str(error) or type(error).__name__, secrets),
             )
             raise failure from get_safe_cause(error, secrets)
         finally:

@@ -197,7 +197,8 @@ class CloudStore(PlacedStore):
                         data = read_with_obstore()
                 except GenericError as error:
                     code, size_bytes = find_error_code(str(error)), None
-                    if code is None and _is_unsatisfied(str(error)) and remaining_seconds():
+                    is_short = "416 Range Not Satisfiable" in str(error) or "NotPartial" in str(error)
+                    if code is None and is_short and remaining_seconds():
                         # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
                         with writes_nothing(), suppress(*FAILURES):
                             size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
@@ -405,11 +406,6 @@ class CloudStore(PlacedStore):
 
 def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:
     return CloudStore(parsed, Bucket(CLOUDS[parsed.scheme](parsed.bucket, options), timeouts))
-
-
-def _is_unsatisfied(message: str) -> bool:
-    """Return whether obstore's message is of a 416, or of a 200 where a range was asked for."""
-    return "416 Range Not Satisfiable" in message or "NotPartial" in message
 
 
 def _offset(key: str) -> str:
