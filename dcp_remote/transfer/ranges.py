@@ -98,7 +98,7 @@ class RangeReader:
                 one.start + at,
                 len(data[at : at + RANGE_BYTES_MAX]),
                 data[at : at + RANGE_BYTES_MAX],
-                _none,
+                lambda _: b"",  # these files have no digests
                 None,
             )
             for one, data in zip(merged, read, strict=True)
@@ -139,11 +139,6 @@ def _merge_neighbors(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list
     return merged, places
 
 
-def _none(_data: memoryview) -> bytes:
-    """Return no digest: these files have none."""
-    return b""
-
-
 def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> str:
     """Return the key of a file; a name from another file, `of`, and the size `stop` that it needs are not trusted."""
     try:
@@ -180,8 +175,3 @@ def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -
             **details,
             shape=tuple(shape[: DIMENSIONS_MAX + 1]),
         )
-
-
-def first_element(sizes: Sequence[int], offsets: Sequence[int]) -> int:
-    """Return the number of the element at some offsets, in row-major order."""
-    return sum(offset * math.prod(sizes[dim + 1 :]) for dim, offset in enumerate(offsets))
