@@ -16,12 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import DcpRemoteError
 from dcp_remote.storage import open_store
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("there is no command: write it behind the options, as it is started without dcp_remote")
-    with TemporaryFolder("dcp_remote-launch-") as marks:
+    with tempfile.TemporaryDirectory(prefix="dcp_remote-launch-", ignore_cleanup_errors=True) as marks:
         environment = {
             **os.environ,
             URL: url,

@@ -168,16 +168,6 @@ def test_the_loader_of_a_framework_is_its_own(tmp_path: Path) -> None:
     assert done.stdout.splitlines().count("imported") == 2
 
 
-def test_the_folder_of_a_killed_launcher_goes_at_the_next_start(tmp_path: Path) -> None:
-    """Let the command kill its launcher; then start another."""
-    environment = {"DCP_REMOTE_URL": URL, "TMPDIR": str(tmp_path)}
-    program = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
-    run(sys.executable, "-c", program, code=-signal.SIGKILL, environment=environment)
-    assert len(list(tmp_path.iterdir())) == 1
-    run("true", environment=environment)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_command_that_cleans_the_folder_of_temporary_files(tmp_path: Path) -> None:
     program = "import os, shutil; shutil.rmtree(os.environ['DCP_REMOTE_MARKS'])"
     _, err = run(sys.executable, "-c", program, environment={"DCP_REMOTE_URL": URL, "TMPDIR": str(tmp_path)})

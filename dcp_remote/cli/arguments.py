@@ -14,12 +14,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Annotated, Any, TypeAlias
 
 from dcp_remote.common.text import shorten
 from dcp_remote.common.units import GiB, KiB, MiB
-from dcp_remote.format.entry_names import near_names
 from dcp_remote.storage.limits import LIMIT_OPTIONS
 from dcp_remote.storage.url import is_remote, parse_url
 
@@ -59,11 +57,7 @@ def flag(text: str) -> Argument:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser that refuses an unknown option by its name, with the usage of the command and a similar option.
-
-    argparse names every argument that it cannot place, also the URL after `--enpoint-url x`, and prints the usage of
-    `dcp-remote`. Where an argument is missing as well, argparse names that one alone.
-    """
+    """Parser that refuses arguments which it cannot place with the usage of its command, not that of `dcp-remote`."""
 
     def add_arguments_of(self, command: Callable[..., object]) -> None:
         """Add the arguments that the parameters of a command declare."""
@@ -78,17 +72,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse alone calls this, with both by their places
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse the arguments of the command; exit with 2 if one is unknown, so that none is returned."""
-        options = list(self._option_string_actions)  # private, but argparse has no public list of them
-        for given in takewhile(lambda given: given != "--", args or ()):
-            name = given.partition("=")[0]
-            is_known = name in options or (self.allow_abbrev and any(option.startswith(name) for option in options))
-            if name.startswith("--") and not is_known:
-                near = near_names(name[2:], [option[2:] for option in options])
-                hint = f"; similar: --{near[0]}" if near else ""
-                if name in ("--dry-run", "--delete", "--write") and "--yes" in options:
-                    hint = "; without --yes nothing is changed"
-                self.error(f"unknown option {name}{hint}")
+        """Parse the arguments of the command; exit with 2 if any are left."""
         parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(f"unrecognized arguments: {' '.join(left)}")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Annotated
 
 from dcp_remote.cli.arguments import Step, StorageOptions, Url, argument
 from dcp_remote.cli.output import Output, format_rows
 from dcp_remote.common.text import format_count, human_bytes, shorten
-from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.entry_names import choose_names, top_level_key
 from dcp_remote.format.json_text import from_text
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import open_store
-
-# Mark of an entry of `Files` (FORMAT.md §5), and the beginning of such an entry in a manifest.
-_FILES_MARK = "dcp_remote.Files"
-_FILES_BEGIN = f'{{"$tuple":["{_FILES_MARK}",'.encode()
 
 # Short, because a user waits at a terminal: an outage is reported within seconds.
 RETRY_SECONDS = 10.0
@@ -133,7 +127,7 @@ def describe_entry(manifest: Manifest, name: str) -> str:
     """Return an entry as one line of text. Raises if it is an inline value that is damaged."""
     entry = build_entry(manifest, name)
     if "value" in entry:
-        return _describe_files(entry["value"]) or shorten(manifest.inline[name].decode("utf-8"))
+        return shorten(manifest.inline[name].decode("utf-8"))
     if "encoding" in entry:
         return f"object ({entry['encoding']}), {entry['bytes']} bytes"
     number = manifest.tensors.index[name]
@@ -142,38 +136,11 @@ def describe_entry(manifest: Manifest, name: str) -> str:
     return f"{entry['dtype']} {shape}, {size} in {format_count(int(manifest.tensors.chunks[number]), 'chunk')}"
 
 
-def _describe_files(value: object) -> str | None:
-    """Return the names and total size of the files of an entry of `Files`; None for another value.
-
-    The size follows from the lengths of the base64 texts, which are not decoded.
-    """
-    match value:
-        case {"$tuple": [mark, dict(contents)]} if mark == _FILES_MARK:
-            texts = [content.get("$bytes") if isinstance(content, dict) else None for content in contents.values()]
-            size_bytes = sum(len(text) // 4 * 3 - text.count("=") for text in texts if isinstance(text, str))
-            if all(isinstance(text, str) for text in texts):
-                return f"{shorten(', '.join(contents)) or 'no files'} ({human_bytes(size_bytes)})"
-    return None
-
-
-def _find_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the entries of `Files` that are in the manifest, by name, with a description; a damaged one is left out."""
-    for name, data in manifest.inline.items():
-        if data.startswith(_FILES_BEGIN):
-            with suppress(CorruptCheckpointError):
-                text = _describe_files(from_text(name, data))
-                if text is not None:
-                    yield name, text
-
-
 def _summarize(manifest: Manifest) -> Iterator[str]:
-    files = dict(_find_files(manifest))
     groups: dict[str, list[str]] = {}
     for name in manifest.names():
-        if name not in files:
-            groups.setdefault(top_level_key((manifest.flatten or {}).get(name)), []).append(name)
+        groups.setdefault(top_level_key((manifest.flatten or {}).get(name)), []).append(name)
     rows = [(top or TOP_LEVEL, summarize_group(manifest, names)) for top, names in groups.items()]
-    rows += files.items()
     yield from format_rows(rows, right=(False,))
     if rows:
         yield ""

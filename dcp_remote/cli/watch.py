@@ -52,7 +52,8 @@ def watch(
     out.say(f"{store.url}: waiting for new checkpoints, with a look every {poll_seconds:g} s")
     has_failed = False
     for entry in watch_run(store, after=after, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds):
-        out.say(_describe(entry))
+        line = f"step {entry.step}  {entry.created}  {human_bytes(entry.size_bytes)}  {describe_notes(entry)}"
+        out.say(line.rstrip())
         out.give_line({"url": store.url, **build_entry(entry)})
         if exec_ is not None and (code := _run(exec_, store.url, entry, as_json=out.as_json)):
             has_failed = True
@@ -61,10 +62,6 @@ def watch(
             return has_failed
     complain(f"dcp-remote: {store.url}: no new checkpoint for {timeout_seconds:g} s")
     return True
-
-
-def _describe(entry: Entry) -> str:
-    return f"step {entry.step}  {entry.created}  {human_bytes(entry.size_bytes)}  {describe_notes(entry)}".rstrip()
 
 
 def _run(command: str, url: str, entry: Entry, *, as_json: bool) -> int:

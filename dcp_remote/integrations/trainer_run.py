@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,6 @@ import transformers
 from transformers import TrainerCallback
 
 from dcp_remote import CheckpointManager, Files, ModelState, Opaque, PerRank, RandomStates, is_remote
-from dcp_remote.common.temporary_folder import TemporaryFolder
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.adapters import AdapterState, is_peft
@@ -99,7 +99,7 @@ class RemoteRun:
 
     Attributes:
         url: URL of the run.
-        folder: Temporary folder of this rank, see `TemporaryFolder`; the files of one checkpoint at a time.
+        folder: Temporary folder of this rank, removed when the process ends; the files of one checkpoint at a time.
         random: Random states of this rank.
         best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
         is_collecting: True while the state of a checkpoint is collected.
@@ -119,7 +119,7 @@ class RemoteRun:
         self._resumes, self._overlaps = resumes, overlaps
         self._settings = settings
         self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
-        self._temporary = TemporaryFolder(FOLDER_PREFIX)
+        self._temporary = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True)
         self.folder = Path(self._temporary.name)
         self.random = HeldRandomStates()
         self.best_url: str | None = None

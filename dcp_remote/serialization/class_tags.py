@@ -75,18 +75,12 @@ def _require_imported_class(decoder: Decoder, encoded: Json) -> type:
     if kind is None:
         raise UnsafeObjectError(
             "The class of a stored object is not imported, and loading imports nothing: "
-            f"import {_quote_module(module)} before loading.",
+            # Escaped, since the checkpoint's author chose this text.
+            f"import the module {module[:_MODULE_CHARACTERS_MAX]!a} before loading.",
             key=decoder.key,
             types=f"{module}.{qualname}"[:400],
         )
     return kind
-
-
-def _quote_module(module: str) -> str:
-    # The checkpoint's author chose this text. Anything but a dotted name is quoted and escaped, so that it can neither
-    # pass for a sentence nor control a terminal.
-    is_name = all(part.isidentifier() for part in module.split("."))
-    return module[:_MODULE_CHARACTERS_MAX] if is_name else ascii(module[:_MODULE_CHARACTERS_MAX])
 
 
 def _class_mismatch(decoder: Decoder, kind: type, how: str) -> UnsafeObjectError:

@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, Self, SupportsIndex, TypeAlias
 
 import torch
@@ -201,24 +200,13 @@ class LocalBoxes(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
-        """Refuse to be pickled, as part of an object: a load would give all ranks the boxes of one."""
+        """Refuse to be pickled: of an object that holds this one, a load would give all ranks the boxes of one."""
         raise InvalidArgumentError(
-            "A LocalBoxes inside an object cannot be stored, because every rank holds other parts. Make it a value of "
-            "a dict or a list in the state.",
+            "A LocalBoxes inside an object cannot be stored, because every rank holds other parts, nor sent to another "
+            "process (AsyncCheckpointerType.PROCESS). Make it a value of a dict or a list in the state, and save in a "
+            "thread.",
             boxes=self,
         )
-
-
-def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, boxes: tuple[LocalBox, ...]) -> LocalBoxes:
-    return LocalBoxes._of(shape, dtype, dict(boxes))
-
-
-def _reduce(tensor: LocalBoxes) -> tuple[Callable[..., LocalBoxes], tuple[Any, ...]]:
-    return _rebuild, (tuple(tensor.shape), tensor.dtype, tensor.boxes)
-
-
-# Between processes of one rank, as with `AsyncCheckpointerType.PROCESS`, all boxes are passed on.
-ForkingPickler.register(LocalBoxes, _reduce)
 
 
 def _to_integers(values: Sequence[int]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from dcp_remote.format.raw_buffers import ALONE_BYTES_MIN
 
 # Limit of numpy and of most torch operators.
 DIMENSIONS_MAX = 64
-# Levels of nested structured dtypes. Encoding and decoding recurse, and dtypes in use nest less.
+# Levels of nested structured dtypes. Decoding recurses, and dtypes in use nest less.
 DTYPE_DEPTH_MAX = 8
 # Largest item of an array (strings and structures).
 ITEM_BYTES_MAX = 2**31 - 1
@@ -86,22 +86,10 @@ def decode_exact_data(
     return data
 
 
-def _encode_dtype(encoder: Encoder, dtype: np.dtype[Any], depth: int = 0) -> Json:
-    if depth > DTYPE_DEPTH_MAX:
-        raise NotEncodableError(f"its dtype nests deeper than {DTYPE_DEPTH_MAX}")
+def _encode_dtype(_: Encoder, dtype: np.dtype[Any]) -> Json:
+    # Structures, which decoding knows, are written no longer.
     if dtype.metadata is not None:
         raise NotEncodableError("its dtype has metadata")
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return {"base": _encode_dtype(encoder, base, depth + 1), "shape": list(shape)}
-    if dtype.names is not None and dtype.fields is not None:
-        if dtype.type is not np.void or len(dtype.fields) != len(dtype.names):
-            raise NotEncodableError("its dtype has titles or makes records")
-        entries: list[Json] = []
-        for name in dtype.names:
-            kind, offset = dtype.fields[name][:2]
-            entries.append([encoder.child("name", name), _encode_dtype(encoder, kind, depth + 1), offset])
-        return {"fields": entries, "item_bytes": dtype.itemsize, "aligned": dtype.isalignedstruct}
     if dtype.char not in _DTYPE_CODES or np.dtype(dtype.str) != dtype:
         raise NotEncodableError(f"its dtype {dtype} has no portable form")
     return dtype.str
@@ -138,8 +126,7 @@ def _encode_array(encoder: Encoder, value: np.ndarray[Any, Any]) -> Json:
     if value.dtype.itemsize == 0:
         raise NotEncodableError("its items have no bytes")
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    clean = _without_padding(value)
-    items = np.ascontiguousarray(clean.T if order == "F" else clean).reshape(-1)
+    items = np.ascontiguousarray(value.T if order == "F" else value).reshape(-1)
     data = encoder.data(memoryview(items.view(np.uint8)))  # type: ignore[arg-type]  # arrays are buffers
     return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
 
@@ -162,23 +149,11 @@ def should_share_memory(content: memoryview) -> bool:
     return not content.readonly and content.nbytes >= ALONE_BYTES_MIN
 
 
-def _without_padding(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the same values with zeros in the padding between fields of structures, so that equal values encode alike.
-
-    The padding would otherwise hold whatever lay in memory.
-    """
-    if values.dtype.names is None:
-        return values
-    clean = np.zeros_like(values)
-    clean[...] = values
-    return clean
-
-
 def _encode_scalar(encoder: Encoder, value: np.generic) -> Json:
     dtype = _encode_dtype(encoder, value.dtype)
     if value.dtype.itemsize == 0:
         raise NotEncodableError("has no bytes")
-    return {"dtype": dtype, "data": encoder.data(memoryview(_without_padding(np.asarray(value)).tobytes()))}
+    return {"dtype": dtype, "data": encoder.data(memoryview(value.tobytes()))}
 
 
 def _decode_scalar(decoder: Decoder, encoded: Json) -> object:
@@ -196,11 +171,6 @@ def _decode_long_double(_: Decoder, encoded: Json) -> object:
     pair = np.empty(1, dtype=np.clongdouble)
     pair.real, pair.imag = real, imaginary
     return pair[0]
-
-
-def _encode_numpy_str(encoder: Encoder, value: np.str_) -> Json:
-    # `str(value)` drops NUL characters at the end.
-    return encoder.child("str", str.__str__(value))
 
 
 def _create_bit_generator(state: object, seed: np.random.SeedSequence | int) -> np.random.BitGenerator:
@@ -293,7 +263,10 @@ NUMPY_TAGS: tuple[Tag, ...] = (
     *(Tag("$numpy.scalar", kind, _encode_scalar, _decode_scalar, mutable=kind is np.void) for kind in _SCALAR_KINDS),
     Tag("$numpy.longdouble", np.longdouble, write_no_longer, _decode_long_double),
     Tag(
-        "$numpy.str", np.str_, _encode_numpy_str, lambda decoder, encoded: np.str_(expect(decoder.value(encoded), str))
+        "$numpy.str",
+        np.str_,
+        lambda encoder, value: encoder.child("str", str.__str__(value)),  # `str(value)` drops NUL characters at the end
+        lambda decoder, encoded: np.str_(expect(decoder.value(encoded), str)),
     ),
     Tag(
         "$numpy.bytes", np.bytes_, lambda _, value: to_base64(value), lambda _, encoded: np.bytes_(from_base64(encoded))

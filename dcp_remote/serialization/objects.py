@@ -95,18 +95,10 @@ def encode_saved(key: str, value: object, stream: bytes, *, allow_pickle: bool =
     try:
         load_restricted(stream)
     except (UnsafeStreamError, DamagedStreamError) as error:
-        return _encode_as_pickle(key, value, stream, error, allow_pickle=allow_pickle)
+        if allow_pickle:
+            return EncodedObject("pickle", stream)
+        raise _unsafe_object_error(key, _NEEDS_PICKLE, _encode_json(value)[1], error) from error
     return EncodedObject("torch", stream)
-
-
-def _encode_as_pickle(
-    key: str, value: object, stream: bytes, refused: Exception, *, allow_pickle: bool
-) -> EncodedObject:
-    """Encode a stream that does not load without running code, or raise an error from why it does not."""
-    if allow_pickle:
-        return EncodedObject("pickle", stream)
-    _, refusals = _encode_json(value)
-    raise _unsafe_object_error(key, _NEEDS_PICKLE, refusals, refused) from refused
 
 
 def digest_object(value: object) -> int:
@@ -148,16 +140,12 @@ def encode_stream(key: str, stream: bytes, *, allow_pickle: bool = False) -> Enc
         UnsafeObjectError: The object needs pickle, which is not allowed, or the stream does not load. Names the refused
             types and their places in the object.
     """
-    refused: Exception | None = None
     try:
         value = load_restricted(stream)
-    except (UnsafeStreamError, DamagedStreamError) as error:
-        refused = error
+    except (UnsafeStreamError, DamagedStreamError):
         value = _load_own_stream(key, stream)
     encoded, _ = _encode_json(value)
-    if encoded is None and refused is not None:
-        return _encode_as_pickle(key, value, stream, refused, allow_pickle=allow_pickle)
-    return encoded or EncodedObject("torch", stream)
+    return encoded or encode_saved(key, value, stream, allow_pickle=allow_pickle)
 
 
 def decode_object(key: str, encoded: EncodedObject, *, allow_pickle: bool = False) -> object:

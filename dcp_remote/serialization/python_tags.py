@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import io
-import operator
 import pathlib
 import re
 import types
@@ -163,31 +162,16 @@ def _decode_decimal(_: Decoder, encoded: Json) -> Decimal:
     return Decimal(text)
 
 
-def _encode_fraction(encoder: Encoder, value: Fraction) -> Json:
-    # A fraction made of numpy integers keeps them; `operator.index` converts them to Python's.
-    parts = _short([operator.index(value.numerator), operator.index(value.denominator)])
-    if Fraction(*parts) != value:
-        raise NotEncodableError("is not in lowest terms")
-    return encoder.children(parts)
-
-
 def _decode_fraction(decoder: Decoder, encoded: Json) -> Fraction:
-    return Fraction(*_short(decoder.values(fixed(encoded, 2))))
-
-
-def _short(integers: list[Any]) -> list[int]:
-    if any(expect(integer, int).bit_length() > FRACTION_BITS_MAX for integer in integers):
-        raise NotEncodableError(f"has more than {FRACTION_BITS_MAX} bits")
-    return integers
+    parts = decoder.values(fixed(encoded, 2))
+    if any(expect(part, int).bit_length() > FRACTION_BITS_MAX for part in parts):
+        raise ValueError(f"a part has more than {FRACTION_BITS_MAX} bits")
+    return Fraction(*parts)
 
 
 def _require_canonical(text: Json, canonical: str) -> None:
     if text != canonical:
         raise ValueError(f"{text!r:.100} is not in canonical form")
-
-
-def _encode_uuid(_: Encoder, value: uuid.UUID) -> Json:
-    return {"uuid": str(value), "is_safe": value.is_safe.value}
 
 
 def _decode_uuid(_: Decoder, encoded: Json) -> uuid.UUID:
@@ -268,16 +252,6 @@ def _decode_bytesio(decoder: Decoder, encoded: Json) -> io.BytesIO:
     return stream
 
 
-def _encode_array(encoder: Encoder, value: array.array[Any]) -> Json:
-    if value.typecode not in _ARRAY_CODES:
-        raise NotEncodableError(f"its typecode {value.typecode!r} differs between systems")
-    return {
-        "typecode": value.typecode,
-        "item_bytes": value.itemsize,
-        "data": encoder.data(memoryview(value).cast("B")),
-    }
-
-
 def _decode_array(decoder: Decoder, encoded: Json) -> array.array[Any]:
     typecode, item_bytes, data = fields(encoded, "typecode", "item_bytes", "data")
     if not isinstance(typecode, str) or typecode not in tuple(_ARRAY_CODES):
@@ -303,8 +277,8 @@ PYTHON_TAGS: tuple[Tag, ...] = (
     _parts_tag("$slice", slice, ("start", "stop", "step"), object, mutable=True),
     _parts_tag("$range", range, ("start", "stop", "step"), int),
     Tag("$Decimal", Decimal, lambda _, value: str(value), _decode_decimal),
-    Tag("$Fraction", Fraction, _encode_fraction, _decode_fraction),
-    Tag("$UUID", uuid.UUID, _encode_uuid, _decode_uuid),
+    Tag("$Fraction", Fraction, write_no_longer, _decode_fraction),
+    Tag("$UUID", uuid.UUID, write_no_longer, _decode_uuid),
     Tag("$datetime", datetime, _encode_clock, partial(_decode_clock, datetime)),
     Tag("$time", time, _encode_clock, partial(_decode_clock, time)),
     Tag("$date", date, lambda _, value: value.isoformat(), _decode_date),
@@ -314,7 +288,7 @@ PYTHON_TAGS: tuple[Tag, ...] = (
         Tag(f"${kind.__name__}", kind, _encode_attributes, partial(_decode_attributes, kind), mutable=True)
         for kind in (argparse.Namespace, types.SimpleNamespace)
     ),
-    Tag("$array", array.array, _encode_array, _decode_array, mutable=True),
+    Tag("$array", array.array, write_no_longer, _decode_array),
     Tag("$BytesIO", io.BytesIO, write_no_longer, _decode_bytesio),
     # `Encoder` itself writes these, for values of JSON's types that plain JSON cannot express.
     Tag("$int", int, write_no_longer, _decode_int),

@@ -52,7 +52,6 @@ from dcp_remote.serialization.opaque import (
     UNREAD_FILES,
     Opaque,
     imitation_error,
-    is_imitation,
     is_stateful,
     is_unread,
 )
@@ -143,12 +142,9 @@ def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | 
     own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
     shared = {key: value for key, value in values.items() if key not in own}
     flat = flatten_state(shared | {PER_RANK_KEY: {str(rank): own}} if own else shared)
-    imitations = [name for key in own for name in _find_own_imitations(state[key].value, values[key], key)] + [
-        leaf.name
-        for name, value in flat.values.items()
-        if isinstance(value, (tuple, list))
-        for leaf in iterate_leaves(value, flat.paths[name])
-        if is_imitation(leaf.value)
+    held = {key: values[key] for key in own} | flat.values  # those of this rank without their tuple
+    imitations = [
+        name for name, value in held.items() if isinstance(value, (tuple, list, dict)) and holds_imitation(value)
     ]
     if imitations:
         raise imitation_error(sorted(imitations))
@@ -158,13 +154,6 @@ def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | 
             tensors=join_some(lazy),
         )
     return flat
-
-
-def _find_own_imitations(held: object, value: object, key: str) -> list[str]:
-    """Return the names of values in a value of this rank that a load would take for entries of `Opaque` or `Files`."""
-    if not is_stateful(held):  # one entry, which may contain itself
-        return [key] if holds_imitation(value) else []
-    return [leaf.name for leaf in iterate_leaves(value, (key,)) if is_imitation(leaf.value)]
 
 
 def make_template(

@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 import zipfile
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -74,17 +74,18 @@ def load_restricted(stream: bytes) -> object:
     return value
 
 
-def list_records(stream: IO[bytes], length: int) -> dict[str, zipfile.ZipInfo]:
+def list_records(tail: bytes | memoryview, length: int) -> dict[str, zipfile.ZipInfo]:
     """Return the directory of a zip by the names of its records, without their common folder; no record is read.
 
     Refuses, by an exception of any class, what `torch.save` does not write: a compressed record of a kilobyte may
-    become a gigabyte. `length` is that of the stream.
+    become a gigabyte. `tail` is the end of the stream, with all of the directory; `length` is that of the stream.
     """
     records: dict[str, zipfile.ZipInfo] = {}
     folders: set[str] = set()
-    with zipfile.ZipFile(stream) as archive:
+    with zipfile.ZipFile(io.BytesIO(tail)) as archive:
         entries = archive.infolist()
     for entry in entries:
+        entry.header_offset += length - len(tail)  # zipfile counts from where the directory would place the first byte
         folder, _, name = entry.filename.partition("/")
         folders.add(folder)
         is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
@@ -111,7 +112,7 @@ def _read_records(stream: bytes) -> dict[str, memoryview]:
     view = memoryview(stream)
     records: dict[str, memoryview] = {}
     try:
-        for name, entry in list_records(io.BytesIO(stream), len(view)).items():
+        for name, entry in list_records(stream, len(stream)).items():
             start = find_content(entry, view[entry.header_offset : entry.header_offset + HEADER_BYTES])
             records[name] = view[start : start + entry.file_size]
             if len(records[name]) < entry.file_size:

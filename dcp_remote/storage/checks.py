@@ -169,16 +169,6 @@ def _check_space(folder: Path, least_bytes: int, cure: str) -> Finding:
     return Finding("ok", fact) if free_bytes >= least_bytes else Finding("warn", fact, cure)
 
 
-def _find_fault(error: PermissionDeniedError) -> str:
-    """Return what the store finds wrong with the credentials, which no grant cures; empty if that is not the cause."""
-    if "code" not in error.details:
-        return ""
-    # Imported here, so that a local folder needs no cloud client.
-    from dcp_remote.storage.cloud.errors import ADVICE
-
-    return ADVICE.get(str(error.details["code"]), "")
-
-
 class StoreChecks:
     """Checks that write, read, list and delete objects below a fresh prefix, each permission by itself.
 
@@ -241,8 +231,12 @@ class StoreChecks:
         try:
             finding = request()
         except PermissionDeniedError as error:
-            if fault := _find_fault(error):
-                raise PermissionDeniedError(fault, **error.details) from error
+            if "code" in error.details:
+                # Imported here, so that a local folder needs no cloud client.
+                from dcp_remote.storage.cloud.errors import ADVICE
+
+                if fault := ADVICE.get(str(error.details["code"])):  # of the credentials, which no grant cures
+                    raise PermissionDeniedError(fault, **error.details) from error
             permission = _PERMISSIONS[verb].get(self._scheme) or _ROLES.get(self._scheme, "it")
             what = f"{error.what.partition('. ')[0].rstrip('.')}. Grant {permission}: {_PURPOSES[verb]}."
             raise PermissionDeniedError(what, **error.details) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dcp_remote.common.deadline import Deadline
@@ -92,7 +92,8 @@ class DeletionQueue:
                 if key not in for_now:
                     del self._keys[key]
             # Once any object was removed, a refusal concerns held objects (object lock), and not the permission.
-            if not self._has_removed and _is_refused(keys, answer):
+            is_denied = all(isinstance(error, PermissionDeniedError) for error in answer.values())
+            if not self._has_removed and len(answer) == len(keys) and is_denied:
                 self._leave_to_gc(next(iter(answer.values())))
             if for_now:
                 break
@@ -120,7 +121,3 @@ class DeletionQueue:
     def _give_up(self) -> None:
         self._given_up += len(self._keys)
         self._keys.clear()
-
-
-def _is_refused(keys: Sequence[str], answer: Mapping[str, StorageError]) -> bool:
-    return len(answer) == len(keys) and all(isinstance(error, PermissionDeniedError) for error in answer.values())

@@ -38,6 +38,7 @@ from dcp_remote.storage.base import (
     Content,
     ObjectInfo,
     ObjectStore,
+    PlacedStore,
     Version,
     check_listing,
     make_oversize_error,
@@ -63,15 +64,6 @@ _ACCEPTED = "any file system of fsspec; to save, s3fs.S3FileSystem or LocalFileS
 
 # File systems that answer from a cache, which misses the commits of other jobs.
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
-
-# Stores to write to, by the protocol of the file system.
-_WRITABLE = {
-    **dict.fromkeys(("gs", "gcs"), "gs://bucket/prefix"),
-    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "az://container/prefix"),
-    "memory": "memory://name/prefix",
-    "s3": "s3fs's own S3FileSystem",
-    "file": "fsspec's own LocalFileSystem",
-}
 
 # Names under which file systems give the time of the last write; a file system without any has the time 0.
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -142,7 +134,7 @@ def _open_to_read(filesystem: AbstractFileSystem, path: str) -> ReadOnlyFsspecSt
     return ReadOnlyFsspecStore(filesystem, path, nullcontext() if filesystem.async_impl else threading.Lock())
 
 
-class ReadOnlyFsspecStore:
+class ReadOnlyFsspecStore(PlacedStore):
     """Store that reads through the public methods of any fsspec file system; opened by `open_fsspec_store`.
 
     Safe to use from many threads; a file system without fsspec's own event loop gets one call at a time. Pickles the
@@ -155,10 +147,6 @@ class ReadOnlyFsspecStore:
         self._filesystem = filesystem
         self._path = path.rstrip("/") + "/" if path else filesystem.root_marker
         self._lock = lock
-
-    def __repr__(self) -> str:
-        """Return the class and the URL; arguments of the file system may be secrets."""
-        return f"{type(self).__name__}({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the file system, including explicit credentials."""
@@ -174,8 +162,8 @@ class ReadOnlyFsspecStore:
         """Implement `ObjectStore.capabilities`. Read-only; memory is not shared with other processes."""
         protocol = _protocol_of(self._filesystem)
         refusal = (
-            f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with "
-            f"{_WRITABLE.get(protocol, 's3://, gs://, az://, file:// or an S3FileSystem')}."
+            f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with s3://, gs://, "
+            "az:// or file:// URLs, or s3fs's own S3FileSystem."
         )
         return Capabilities(
             compare_and_swap=False, shared=protocol != "memory", swap_refusal=refusal, write_refusal=refusal
@@ -204,7 +192,7 @@ class ReadOnlyFsspecStore:
         check_key(key)
         data = self._read("get", key, 0, limit_bytes + 1)
         if len(data) > limit_bytes:
-            raise make_oversize_error(f"{self.url}/{key}", size_bytes=len(data), limit_bytes=limit_bytes)
+            raise make_oversize_error(self._named(key), size_bytes=len(data), limit_bytes=limit_bytes)
         return Content(data=data, version=Version(etag=None))
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
@@ -212,11 +200,11 @@ class ReadOnlyFsspecStore:
         check_key(key)
         with writes_nothing():
             data = self._read("get_into", key, start, start + len(buffer))
-        fill(buffer, data, start=start, url=f"{self.url}/{key}")
+        fill(buffer, data, start=start, url=self._named(key))
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. Refused."""
-        raise InvalidArgumentError(self.capabilities.write_refusal, url=f"{self.url}/{key}")
+        raise InvalidArgumentError(self.capabilities.write_refusal, url=self._named(key))
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. One `find`, and an `info` for each object whose size it lacks (`http`)."""
@@ -273,9 +261,11 @@ class ReadOnlyFsspecStore:
         except Exception as error:  # noqa: BLE001  # `_classify` handles every error
             secrets = list(find_secrets(self._filesystem.storage_options))
             kind = _classify(error)
-            url = f"{self.url}/{key}" if key else self.url
             failure = kind(
-                WHAT[kind], verb=verb, url=url, cause=describe_cause(str(error) or type(error).__name__, secrets)
+                WHAT[kind],
+                verb=verb,
+                url=self._named(key),
+                cause=describe_cause(str(error) or type(error).__name__, secrets),
             )
             raise failure from get_safe_cause(error, secrets)
         finally:

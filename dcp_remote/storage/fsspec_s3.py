@@ -68,8 +68,6 @@ _Parsed: TypeAlias = dict[str, Any]
 # Sends one request by a method of botocore's client, and its parameters.
 _Call: TypeAlias = Callable[..., Awaitable[_Parsed]]
 
-_CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
-
 # Most keys of S3 in one DeleteObjects request, and in one page of a listing.
 _KEYS_MAX = 1000
 
@@ -111,6 +109,8 @@ class FsspecStore(PlacedStore):
     without a copy of the whole. Checksums are botocore's: CRC32 by default, another or none by `config_kwargs`.
     """
 
+    capabilities = Capabilities(compare_and_swap=True, shared=True)  # by S3's conditional PUT
+
     def __init__(self, parsed: ParsedUrl, connection: _Connection) -> None:
         """Store the URL and the connection; sends no request."""
         self._place = parsed
@@ -125,11 +125,6 @@ class FsspecStore(PlacedStore):
                 "`profile`, or `key` and `secret`, or take credentials from the environment."
             )
         return open_s3fs_store, (self._place, arguments, options)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Implement `ObjectStore.capabilities`. S3's conditional PUT compares and swaps."""
-        return _CAPABILITIES
 
     def child(self, prefix: str) -> FsspecStore:
         """Implement `ObjectStore.child`."""

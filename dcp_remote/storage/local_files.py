@@ -11,7 +11,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from dcp_remote.common.arrays import Buffer
@@ -77,16 +76,14 @@ class Temporary:
             self._stamp(now_ns + secrets.randbelow(_STAMP_SPREAD_NS))
             os.fsync(self._descriptor)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
 
     def __enter__(self) -> Self:
         """Return the file."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file and remove its temporary name."""
         self.close()
         with contextlib.suppress(FileNotFoundError):

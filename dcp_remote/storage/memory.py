@@ -26,8 +26,6 @@ from dcp_remote.storage.base import (
 )
 from dcp_remote.storage.url import ParsedUrl, check_list_prefix
 
-_CAPABILITIES = Capabilities(compare_and_swap=True, shared=False)
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryObject:
@@ -77,6 +75,8 @@ class MemoryStore(PlacedStore):
         clock: Returns the time in seconds since 1970, for modification times. Not pickled: a copy uses `time.time`.
     """
 
+    capabilities = Capabilities(compare_and_swap=True, shared=False)
+
     def __init__(self, name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
         """Open the objects of that name, or an empty store."""
         self._name = name
@@ -96,11 +96,6 @@ class MemoryStore(PlacedStore):
                 "A MemoryStore without a name cannot be pickled: create it with one, MemoryStore(name)."
             )
         return _named_store, (self._name, self._place.prefix)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Implement `ObjectStore.capabilities`. Compares and swaps; not shared with other processes."""
-        return _CAPABILITIES
 
     def child(self, prefix: str) -> MemoryStore:
         """Implement `ObjectStore.child`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from dcp_remote.common.arrays import Buffer
@@ -147,9 +146,7 @@ class _Attempts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._failed:
             self._outage.note_end(id(self), is_answered=kind is None or issubclass(kind, _ANSWERS))
 

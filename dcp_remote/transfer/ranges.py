@@ -1,8 +1,7 @@
-"""Reading of byte ranges of another tool's files: many at a time, or as a file that can be sought."""
+"""Reading of byte ranges of another tool's files, many at a time."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +26,6 @@ _THREADS = 16
 # Bytes between two ranges that are read with them, such as the header of a record in a zip.
 _GAP_BYTES_MAX = 4 * KiB
 _GAPS_BYTES_MAX = 64 * KiB
-
-# Block that `RangeFile` reads at once: the directory of a zip of a thousand tensors.
-_BLOCK_BYTES = 64 * KiB
-_BLOCKS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ class RangeReader:
                 one.start + at,
                 len(data[at : at + RANGE_BYTES_MAX]),
                 data[at : at + RANGE_BYTES_MAX],
-                _none,
+                lambda _: b"",  # these files have no digests
                 None,
             )
             for one, data in zip(merged, read, strict=True)
@@ -121,52 +116,6 @@ class RangeReader:
 
     def _retrying(self) -> RetryingStore:
         return RetryingStore(self.store, Deadline(self._retry_seconds))
-
-
-class RangeFile(io.RawIOBase):
-    """Part of a file as a file to read; keeps up to 4 MiB of blocks that were read."""
-
-    def __init__(self, reader: RangeReader, span: FileRange) -> None:
-        """Begin at the first byte; no request is sent."""
-        self._reader, self._span = reader, span
-        self._position = 0
-        self._blocks: dict[int, memoryview] = {}
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Move the position."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._span.length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]  # the base names it by its protocol
-        """Read up to the end of a block."""
-        number, begin = divmod(self._position, _BLOCK_BYTES)
-        if self._position >= self._span.length:
-            return 0
-        if number not in self._blocks:
-            start = number * _BLOCK_BYTES
-            length = min(_BLOCK_BYTES, self._span.length - start)
-            if len(self._blocks) == _BLOCKS_MAX:
-                self._blocks.clear()
-            (self._blocks[number],) = self._reader.read([FileRange(self._span.file, self._span.start + start, length)])
-        block = self._blocks[number]
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), len(block) - begin)
-        view[:count] = block[begin : begin + count]
-        self._position += count
-        return count
 
 
 def _merge_neighbors(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[tuple[int, int]]]:
@@ -188,11 +137,6 @@ def _merge_neighbors(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list
             wanted_bytes = one.length
         places[number] = len(merged) - 1, one.start - merged[-1].start
     return merged, places
-
-
-def _none(_data: memoryview) -> bytes:
-    """Return no digest: these files have none."""
-    return b""
 
 
 def require_range(reader: RangeReader, file: object, *, stop: int, of: str) -> str:
@@ -231,8 +175,3 @@ def require_shape(shape: Sequence[int], dtype: torch.dtype, **details: object) -
             **details,
             shape=tuple(shape[: DIMENSIONS_MAX + 1]),
         )
-
-
-def first_element(sizes: Sequence[int], offsets: Sequence[int]) -> int:
-    """Return the number of the element at some offsets, in row-major order."""
-    return sum(offset * math.prod(sizes[dim + 1 :]) for dim, offset in enumerate(offsets))

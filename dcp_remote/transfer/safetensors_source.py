@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -19,6 +18,7 @@ from dcp_remote.common.text import format_count
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
+from dcp_remote.format.json_text import from_text
 from dcp_remote.serialization.files import FILES_BYTES_MAX, FILES_MAX, Files
 from dcp_remote.serialization.tensors import parse_dtype
 from dcp_remote.transfer.ranges import FileRange, RangeReader, require_range, require_shape
@@ -208,8 +208,8 @@ class SafetensorsSource(Source):
 
     def _parse(self, file: str, data: memoryview) -> dict[str, Any]:
         try:
-            document = json.loads(bytes(data), object_pairs_hook=_make_dict)
-        except (ValueError, RecursionError) as error:
+            document = from_text(file, data)
+        except CorruptCheckpointError as error:
             raise self._corrupt(file, "its JSON is damaged", cause=error) from error
         if not isinstance(document, dict):
             raise self._corrupt(file, "its JSON is no dict")
@@ -230,19 +230,6 @@ class SafetensorsSource(Source):
             file=file,
             **details,
         )
-
-
-def _make_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of a JSON document.
-
-    Raises:
-        ValueError: A key occurs twice; readers differ in which of its values counts.
-    """
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} occurs more than once")
-    return made
 
 
 def _has_parts(sharding: object) -> bool:

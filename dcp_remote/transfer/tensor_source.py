@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk, find_single_run
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.tensors import empty_tensor, narrow, tensor_from
-from dcp_remote.transfer.ranges import FileRange, RangeReader, first_element
+from dcp_remote.transfer.ranges import FileRange, RangeReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ class StoredTensor:
         """Return the bytes of a box that `Source.pieces` gives; of a tensor that is not contiguous all its storage."""
         if self.strides is not None:
             return self.storage
-        first = self.first + first_element(self.shape, box.offsets)
+        start = find_single_run(self.shape, box)
+        assert start is not None, "a piece is a run"
+        first = self.first + start
         item_bytes = self.dtype.itemsize
         return FileRange(self.storage.file, self.storage.start + first * item_bytes, box.elements * item_bytes)
 

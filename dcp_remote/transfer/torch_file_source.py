@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import sys
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.units import MiB
+from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.serialization.restricted_unpickler import UnsafeStreamError, unpickle
 from dcp_remote.serialization.torch_streams import HEADER_BYTES, find_content, list_records
-from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, require_shape
+from dcp_remote.transfer.ranges import FileRange, RangeReader, require_shape
 from dcp_remote.transfer.tensor_source import Source, StoredTensor
 
 _ZIP = b"PK\x03\x04"
@@ -25,6 +25,9 @@ _ZIP = b"PK\x03\x04"
 # each byte, since a reference of two bytes may stand for a list of several values, or for a long key.
 _VALUES_MAX, _VALUES_PER_BYTE_MAX = 10_000, 8
 _NAME_CHARACTERS_MAX, _NAME_CHARACTERS_PER_BYTE_MAX = 1 * MiB, 16
+
+# End of a stream in which its directory is looked for: of some hundred tensors, and of a hundred thousand.
+_TAIL_BYTES, _TAIL_BYTES_MAX = 64 * KiB, 16 * MiB
 
 _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
@@ -53,8 +56,7 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
         return dict(zip(places, reader.read(ranges), strict=True))
 
     try:
-        with io.BufferedReader(RangeFile(reader, span)) as stream:
-            records = list_records(stream, span.length)
+        records = _read_directory(reader, span)
         record_bytes = {name: one.file_size for name, one in records.items()}
         headers = read({name: one.header_offset for name, one in records.items()}, dict.fromkeys(records, HEADER_BYTES))
         starts = {name: find_content(one, headers[name]) for name, one in records.items()}
@@ -102,6 +104,20 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
             **details,
             cause=error,
         ) from error
+
+
+def _read_directory(reader: RangeReader, span: FileRange) -> dict[str, zipfile.ZipInfo]:
+    """Return the directory of a stream, by the names of its records; one GET, or two if it is large or damaged."""
+
+    def read(limit_bytes: int) -> dict[str, zipfile.ZipInfo]:
+        length = min(limit_bytes, span.length)
+        (tail,) = reader.read([FileRange(span.file, span.start + span.length - length, length)])
+        return list_records(tail, span.length)
+
+    try:
+        return read(_TAIL_BYTES)
+    except (zipfile.BadZipFile, ValueError):  # by a part of a directory, in one Python or another
+        return read(_TAIL_BYTES_MAX)
 
 
 def require_walkable(value: object, stream_bytes: int, **details: object) -> None:

@@ -87,6 +87,7 @@ class TorchSource(Source):
         """Read the metadata, the objects, and the beginning and end of large chunks; check that all files are there."""
         super().__init__(reader, piece_bytes_max=piece_bytes_max)
         self._allow_pickle = allow_pickle
+        self.object_ranges: dict[str, FileRange] = {}
         try:
             self._open(_load_metadata(reader))
         except (DcpRemoteError, MemoryError):
@@ -111,10 +112,15 @@ class TorchSource(Source):
                     (box, self._require(spans, MetadataIndex(name, torch.Size(box.offsets)))) for box in boxes
                 ]
         self._find_places()
-        self.object_ranges = {
-            name: self._require(spans, _index(name, entry)) for name, entry in entries.items() if not _is_plain(entry)
+        for name, entry in entries.items():
+            if not _is_plain(entry):  # and so stored whole
+                offsets = entry.chunks[0].offsets if isinstance(entry, TensorStorageMetadata) else None
+                self.object_ranges[name] = self._require(spans, MetadataIndex(name, offsets))
+        streams = self.reader.read(list(self.object_ranges.values()))
+        values = {
+            name: unwrap_marked(self._decode(name, data))
+            for name, data in zip(self.object_ranges, streams, strict=True)
         }
-        values = self._load_objects(self.object_ranges)
         paths = metadata.planner_data or {}
         index_max = _INDEX_MAX + len(entries)
         for name, entry in entries.items():
@@ -183,10 +189,6 @@ class TorchSource(Source):
                     raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
                 self.chunks[name][number] = box, stored
 
-    def _load_objects(self, spans: Mapping[str, FileRange]) -> dict[str, Any]:
-        streams = self.reader.read(list(spans.values()))
-        return {name: unwrap_marked(self._decode(name, data)) for name, data in zip(spans, streams, strict=True)}
-
     def _decode(self, name: str, data: memoryview) -> Any:
         try:
             value = load_trusted(bytes(data)) if self._allow_pickle else load_restricted(bytes(data))
@@ -214,11 +216,6 @@ def _is_plain(entry: object) -> TypeGuard[TensorStorageMetadata]:
     if not isinstance(entry, TensorStorageMetadata):
         return False
     return entry.properties.layout == torch.strided and not str(entry.properties.dtype).startswith("torch.q")
-
-
-def _index(name: str, entry: object) -> MetadataIndex:
-    """Return the index of an entry that is stored whole."""
-    return MetadataIndex(name, entry.chunks[0].offsets if isinstance(entry, TensorStorageMetadata) else None)
 
 
 def _load_metadata(reader: RangeReader) -> Metadata:

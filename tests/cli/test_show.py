@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from dcp_remote import CheckpointManager, Files, RemoteWriter
-from dcp_remote.cli import show
+from dcp_remote import CheckpointManager, RemoteWriter
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.text import escape_unprintable, human_bytes, shorten
+from dcp_remote.common.text import escape_unprintable, human_bytes
 from dcp_remote.format.manifest import MANIFEST_KEY, TensorKind
 from dcp_remote.format.manifest_json import encode
 from dcp_remote.run.deletions import Deletions
-from dcp_remote.serialization.opaque import FILES_MARK
 from dcp_remote.storage import LocalStore
 from tests.support.command_line import CommandLine
 from tests.support.manifests import Layout, build
@@ -95,42 +93,6 @@ def test_a_name_in_brackets_is_no_pattern(cli: CommandLine, tmp_path: Path) -> N
     assert "a0.w  2" not in lines
 
 
-def test_files_are_their_names_and_size(cli: CommandLine, tmp_path: Path) -> None:
-    """Both forms of text; in JSON the value is that of the manifest. The base64 texts have padding of 0, 1 and 2."""
-    assert show._FILES_MARK == FILES_MARK
-    files = Files({"config.json": b"x" * 900, "generation_config.json": b"y" * 13, "a.txt": b"z"})
-    many = Files({f"{number:02}.json": b"" for number in range(50)})
-    state = {"model": {"w": torch.zeros(2)}, "files": files, "other": {"many": many, "none": Files(), "n": 3}}
-    with CheckpointManager(tmp_path / "run", progress=False) as run:
-        run.save(1, state, wait=True)
-    said = "a.txt, config.json, generation_config.json (914 B)"
-    names = "00.json, 01.json, 02.json, 03.json, 04.json, 05.json, 06.jso… (0 B)"
-    summary = {"model       1 tensor, 0 objects, 8 B", "other       0 tensors, 1 object, 0 B", f"files       {said}"}
-    summary |= {f"other.many  {names}", "other.none  no files (0 B)"}
-    assert summary <= set(cli.run("show", tmp_path / "run").lines)
-    entries = {f"files  {said}", f"other.many  {names}", "other.n  3", "other.none  no files (0 B)"}
-    assert entries <= set(cli.run("show", tmp_path / "run", "--key", "*").lines)
-    document = cli.run("show", tmp_path / "run", "--json").document
-    assert document["entries"]["files"]["value"]["$tuple"][1]["a.txt"] == {"$bytes": "eg=="}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b'{"$tuple":["dcp_remote.Files",[1]]}',
-        b'{"$tuple":["dcp_remote.Files",{"a":1}]}',
-        b'{"$tuple":["dcp_remote.Files",{"a":{"$bytes":1}}]}',
-        b'{"$tuple":["dcp_remote.Files",{"$dict":[["$a",{"$bytes":""}]]}]}',
-        b'{"$tuple":["dcp_remote.Opaque",{"a":{"$bytes":""}}]}',
-    ],
-)
-def test_values_that_only_resemble_files(cli: CommandLine, tmp_path: Path, value: bytes) -> None:
-    """A value of another form is listed as it is, and counted as an object."""
-    url = put_manifest(tmp_path, inline={"files": value})
-    assert cli.run("show", url, "--key", "files").lines[-1] == f"files  {shorten(value.decode())}"
-    assert "(top level)  1 tensor, 1 object, 0 B" in cli.run("show", url).out
-
-
 def test_failure_is_one_line_and_a_code(cli: CommandLine, checkpoint: str, run: str) -> None:
     """Fail in several ways: no traceback, no output; code 1 for failures, 2 for wrong command lines."""
     cli.fail("show", f"{checkpoint}-typo", says="no committed checkpoint")
@@ -160,9 +122,8 @@ def put_manifest(folder: Path, *, name: str = "w", inline: dict[str, bytes]) -> 
         b"1e999",
         b"123456789012345678901",
         b"[" * 500 + b"]" * 500,
-        b'{"$tuple":["dcp_remote.Files",{"a":1,"a":2}]}',
     ],
-    ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep", "files"],
+    ids=["not UTF-8", "a name twice", "no float", "no 64 bits", "too deep"],
 )
 def test_a_damaged_value(cli: CommandLine, tmp_path: Path, value: bytes) -> None:
     """Damage one inline value: only listing it fails, with its key and without output."""

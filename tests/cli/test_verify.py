@@ -105,7 +105,7 @@ def test_wrong_calls(cli: CommandLine, run: Path, tmp_path: Path) -> None:
     cli.fail("verify", run, "--after", "shards", code=2, says="--after must be")
     cli.fail("verify", run, "--step", "7", says="steps='1, 2'")
     cli.fail("verify", tmp_path, says="no committed checkpoint here")
-    cli.refuse("verify", run, "--dep", says="similar: --deep")
+    cli.refuse("verify", run, "--dep", says="--dep")
     (run / "catalog.json").write_bytes(b"{}")
     cli.fail("verify", run, says="dcp-remote recover")
 

@@ -178,11 +178,9 @@ def test_there_are_no_elements_to_compute_with() -> None:
 
 
 def test_between_processes_of_a_rank() -> None:
-    """The pickler of `multiprocessing` passes the boxes on, as `dcp.async_save` in a process needs."""
-    boxes = LocalBoxes.from_flat((3, 4), 2, torch.arange(8.0))
-    other = ForkingPickler.loads(ForkingPickler.dumps(boxes))
-    assert type(other) is LocalBoxes
-    assert torch.equal(assemble([other]), assemble([boxes]))
+    """`dcp.async_save` in a process is refused."""
+    with pytest.raises(InvalidArgumentError, match="PROCESS"):
+        ForkingPickler.dumps(LocalBoxes.from_flat((3, 4), 2, torch.arange(8.0)))
 
 
 # ---- saves and loads

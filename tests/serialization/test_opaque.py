@@ -164,10 +164,9 @@ def test_by_torchs_own_functions(tmp_path: Path) -> None:
     assert repr(state["cfg"]) == "Opaque({'a': [1]})"
 
 
-@pytest.mark.parametrize("first", [np.zeros(2, dtype=[("a", "i4")]), np.arange(3)], ids=["fields", "plain"])
-def test_a_pair_that_begins_with_an_array(first: Any) -> None:
-    """Save and load tuples of an array and a value: no comparison of the array with a mark."""
-    store = MemoryStore()
+def test_a_pair_that_begins_with_an_array() -> None:
+    """Save and load a tuple of an array and a value: no comparison of the array with a mark."""
+    store, first = MemoryStore(), np.arange(3)
     assert refused_values({"pair": (first, 1)}) == []
     with CheckpointManager(store) as checkpoints:
         checkpoints.save(1, {"pair": (first, 1)}, wait=True)
@@ -246,7 +245,7 @@ def test_tuples_that_look_like_entries(mark: str) -> None:
         "h": PerRank(Opaque(pair)),
     }
     with CheckpointManager(store) as checkpoints:
-        with pytest.raises(InvalidArgumentError, match=r"where='?a, b\.c\.1, d, e, f.*found=6"):
+        with pytest.raises(InvalidArgumentError, match=r"where='?a, b\.c, d, e, f.*found=6"):
             checkpoints.save(1, wrong, wait=True)
         right = {"a": (*pair, 6), "b": [mark, 5], "c": Opaque([pair]), "d": PerRank(mark), "e": (pair,)}
         checkpoints.save(1, right, wait=True)
@@ -299,9 +298,7 @@ def test_states_that_look_like_entries() -> None:
     }
     store = MemoryStore()
     with CheckpointManager(store) as checkpoints:
-        with pytest.raises(
-            InvalidArgumentError, match=r"where='a, b\.0\.x\.y\.1, c\.x\.y\.0, d\._extra_state, e\.o' found=5"
-        ):
+        with pytest.raises(InvalidArgumentError, match=r"where='a, b\.0\.x\.y, c, d\._extra_state, e\.o' found=5"):
             checkpoints.save(1, wrong, wait=True)
         assert not list(store.list("shards/"))
         checkpoints.save(1, {"a": Holding({"x": (*pair, 6), "y": list(pair), "z": (pair,)})}, wait=True)

@@ -144,8 +144,6 @@ def same(left: Any, right: Any) -> bool:  # noqa: C901, PLR0912  # one line per 
         return same(left.bit_generator.state, right.bit_generator.state) and same(*seeds)
     if isinstance(left, torch.Generator):
         return torch.equal(left.get_state(), right.get_state())
-    if isinstance(left, fractions.Fraction):
-        return (int(left.numerator), int(left.denominator)) == (right.numerator, right.denominator)
     if isinstance(left, decimal.Decimal):
         return bool(left.as_tuple() == right.as_tuple())
     if isinstance(left, (dt.datetime, dt.time)):
@@ -176,12 +174,6 @@ def both_ways(value: object) -> Iterator[tuple[Any, Any]]:
 STRUCTURED = np.dtype([("a", ">i2"), ("b", np.dtype([("c", "S3"), ("d", "<f8", (2, 3))]))])
 
 
-PADDED = np.dtype({"names": ["a", "b"], "formats": ["<f4", "<M8[us]"], "offsets": [4, 16], "itemsize": 40})
-
-
-ALIGNED = np.dtype([("a", "u1"), ("b", "f8")], align=True)
-
-
 EXACT: dict[str, object] = {
     "plain": {"step": 3, "lr": 0.001, "none": None, "list": [True, False, -0.0, 1.0, 1e300, "é\n\u2028\0"]},
     "ints": [2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 2**64, 10**400, -(10**5000)],
@@ -205,10 +197,7 @@ EXACT: dict[str, object] = {
     "ranges": [range(10), range(0, 10**30, 7), slice(1, None, (2,)), slice(None)],
     "numbers": [
         *map(decimal.Decimal, ["1.10", "-0", "1E+400", "NaN", "sNaN12", "-Infinity", "0E-999999"]),
-        fractions.Fraction(-7, 3),
-        fractions.Fraction(10**50, 3),
     ],
-    "uuid": [uuid.UUID(int=7), uuid.UUID(int=2**127, is_safe=uuid.SafeUUID.safe)],
     "times": [
         dt.datetime(2024, 2, 29, 1, 2, 3, 4, fold=1),
         dt.datetime.max.replace(tzinfo=dt.UTC),
@@ -225,7 +214,6 @@ EXACT: dict[str, object] = {
         pathlib.Path(),
     ],
     "namespaces": [argparse.Namespace(lr=0.1, a=[1]), types.SimpleNamespace(b=(1,)), argparse.Namespace()],
-    "arrays": [array.array("d", [0.5]), array.array("b"), array.array("Q", [2**64 - 1])],
     "classes": [Point(1, [2]), Span(0), Color.RED, Color.CRIMSON, Color.BLUE, Level.LOW, Word.HELLO],
     "flags": [Access.READ, Access.READ | Access.WRITE, Access(0), Bits.A | Bits.B, Bits(64 | 1)],
     "numpy scalars": [
@@ -237,7 +225,6 @@ EXACT: dict[str, object] = {
         np.array("2020-01-01T00", "M8[25h]")[()],
         np.datetime64("NaT"),
         np.timedelta64(5, "ns"),
-        np.zeros(2, STRUCTURED)[0],
         np.void(b"abc"),
     ],
     "numpy arrays": [
@@ -249,11 +236,9 @@ EXACT: dict[str, object] = {
         np.array(["a", "bcd"]),
         np.zeros((0, 3)),
         np.zeros((3, 0), order="F"),
-        np.ones(3, STRUCTURED),
-        np.zeros((2, 2), ALIGNED),
         np.datetime64("2020-01-01") + np.arange(3),
     ],
-    "numpy dtypes": [*map(np.dtype, ["f4", ">i8", "?", "S3", "U7", "V5", "M8[25s]"]), STRUCTURED, PADDED, ALIGNED],
+    "numpy dtypes": [*map(np.dtype, ["f4", ">i8", "?", "S3", "U7", "V5", "M8[25s]"])],
     "numpy random": [
         np.random.RandomState(3),
         np.random.default_rng(2**100).spawn(3)[2],
@@ -296,15 +281,6 @@ def test_tensors_of_every_dtype_keep_their_bytes(name: str) -> None:
         assert same(decode_object("k", encode_object("k", value)), value)
         if not re.fullmatch("u?int[1-7]", name):  # torch cannot save these
             assert same(decode_object("k", encode_stream("k", save(value))), value)
-
-
-def test_padding_of_structures_is_not_stored() -> None:
-    """Fill the memory of padded structures with ones: equal values give equal bytes."""
-    dirty = np.ndarray([2], ALIGNED, buffer=bytearray(b"\xff" * 32))
-    clean = np.zeros(2, ALIGNED)
-    clean["a"], clean["b"] = dirty["a"], dirty["b"]
-    assert encode_object("k", dirty).data == encode_object("k", clean).data
-    assert encode_object("k", dirty[0]).data == encode_object("k", clean[0]).data
 
 
 def test_random_generators_go_on_as_before() -> None:
@@ -372,8 +348,6 @@ leaves = st.one_of(
     st.datetimes(timezones=st.none() | st.just(dt.UTC)),
     st.timedeltas(),
     st.decimals(),
-    st.fractions(),
-    st.uuids(),
     floats.map(np.float64),
     st.integers(0, 255).map(np.uint8),
     st.sampled_from([Color.RED, Level.LOW, Access.READ | Access.WRITE, torch.bfloat16, np.dtype(">u2")]),
@@ -408,13 +382,6 @@ def test_any_tree_comes_back_exactly(tree: Any) -> None:
         assert same(decoded, expected)
 
 
-def with_attributes(value: fractions.Fraction, **parts: object) -> fractions.Fraction:
-    """Set attributes of a fraction to values that its constructor never sets."""
-    for name, part in parts.items():
-        setattr(value, name, part)
-    return value
-
-
 @pytest.mark.parametrize("member", [*Odd, *Real, *Loose, Loose(6)])
 def test_members_come_back_by_their_names(member: enum.Enum) -> None:
     """Encode members that cannot be found by their values, by which pickle names them."""
@@ -422,14 +389,11 @@ def test_members_come_back_by_their_names(member: enum.Enum) -> None:
 
 
 # Untyped, because the stubs allow fewer arguments than the constructors.
-Fraction: Any = fractions.Fraction
 SeedSequence: Any = np.random.SeedSequence
 default_rng: Any = np.random.default_rng
 mkldnn: Any = vars(torch)["_mkldnn"]
 
 ODD: dict[str, tuple[Any, Any]] = {
-    "fraction of numpy's": (Fraction(np.int64(1), np.int64(3)), fractions.Fraction(1, 3)),
-    "fraction of a small one": (Fraction(np.int32(-4)), fractions.Fraction(-4)),
     "seed of numpy's": (np.random.default_rng(np.int64(5)), np.random.default_rng(5)),
     "seeds of numpy's": (default_rng(np.array([1, 2])), default_rng([1, 2])),
     "list of numpy's": (default_rng([np.uint8(1), 2**80]), np.random.default_rng([1, 2**80])),
@@ -450,18 +414,22 @@ def test_numpy_numbers_in_values_become_python_s(name: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        with_attributes(fractions.Fraction(1, 3), _denominator=0),
-        with_attributes(fractions.Fraction(1, 3), _numerator=3),
-        with_attributes(fractions.Fraction(1, 3), _denominator=-3),
-        with_attributes(fractions.Fraction(1, 3), _numerator=np.float64(2)),
-        with_attributes(fractions.Fraction(1, 3), _numerator="1"),
+        # Read, and written no longer.
+        fractions.Fraction(1, 3),
+        uuid.UUID(int=7),
+        array.array("d", [0.5]),
+        np.zeros(2, STRUCTURED),
+        np.zeros(2, STRUCTURED)[0],
+        STRUCTURED,
+        np.dtype(("f8", (2, 3))),
+        # Of a kind that no constructor returns.
         default_rng(SeedSequence(1, spawn_key=("1",))),
     ],
     # Without the address in the repr of a generator: workers of pytest-xdist must collect the same ids.
     ids=lambda value: repr(value).partition(" at 0x")[0],
 )
-def test_inconsistent_values_are_refused_by_name(value: object) -> None:
-    """Encode values that no constructor returns."""
+def test_values_without_a_form_are_refused_by_name(value: object) -> None:
+    """Encode values that have no form in which they are written."""
     with pytest.raises(UnsafeObjectError, match=r"where=\"\['a'\]\[0\]\""):
         encode_object("k", {"a": [value]})
 
@@ -486,8 +454,6 @@ kinds = st.sampled_from(
 zones = st.none() | st.builds(dt.timezone, st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)), st.text())
 rare = st.one_of(
     st.sampled_from([*Odd, *Real, *Loose, Loose(6), Access(0), ~Access.READ, *Word, *Color]),
-    st.builds(fractions.Fraction, st.integers(-99, 99).map(np.int64), st.integers(1, 99).map(np.int16)),
-    st.builds(fractions.Fraction, st.integers(), st.integers(min_value=1)),
     st.decimals(),
     st.complex_numbers(),
     st.builds(np.complex64, st.complex_numbers(width=64)),

@@ -355,12 +355,12 @@ def zip_file_system(folder: Path) -> ZipFileSystem:
 @pytest.mark.parametrize(
     ("make", "advice"),
     [
-        pytest.param(derived(AbstractFileSystem, protocol=("gs", "gcs")), "fsspec's gs .* gs://bucket", id="gcsfs"),
-        pytest.param(derived(AbstractFileSystem, protocol=("abfs", "az")), "az://container/prefix", id="adlfs"),
+        pytest.param(derived(AbstractFileSystem, protocol=("gs", "gcs")), "fsspec's gs .* gs://", id="gcsfs"),
+        pytest.param(derived(AbstractFileSystem, protocol=("abfs", "az")), "az://", id="adlfs"),
         pytest.param(derived(AbstractFileSystem, protocol="own"), "fsspec's own has no cond.* s3://", id="unheard-of"),
         pytest.param(derived(S3FileSystem), "s3fs's own S3FileSystem", id="derived from s3fs"),
-        pytest.param(derived(LocalFileSystem), "fsspec's own LocalFileSystem", id="derived from local"),
-        pytest.param(lambda _: MemoryFileSystem(), "memory://name/prefix", id="memory"),
+        pytest.param(derived(LocalFileSystem), "file:// URLs", id="derived from local"),
+        pytest.param(lambda _: MemoryFileSystem(), "fsspec's memory has no cond", id="memory"),
         pytest.param(zip_file_system, "fsspec's zip has no conditional PUT", id="zip"),
     ],
 )

@@ -65,9 +65,6 @@ class Azure(Provider):
 
     def open_client(self, http: ClientConfig, *, delete_singly: bool) -> AzureStore:
         """Implement `Provider.open_client`; obstore has no setting for single deletes on Azure."""
-        return AzureStore(self.bucket, config=self._make_config(), client_options=http, retry_config=NO_RETRIES)
-
-    def _make_config(self) -> AzureConfig:
         options, parts = self.options, self.options.parse_connection_string()
         sas_token = options.sas_token or parts.get("SharedAccessSignature")
         given = {
@@ -82,7 +79,7 @@ class Azure(Provider):
         }
         config: AzureConfig = {"skip_signature": options.anon}
         config.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]  # the names above are AzureConfig's
-        return config
+        return AzureStore(self.bucket, config=config, client_options=http, retry_config=NO_RETRIES)
 
     def make_bucket_error(self) -> BucketNotFoundError:
         """Implement `Provider.make_bucket_error`."""

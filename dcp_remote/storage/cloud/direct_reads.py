@@ -99,10 +99,10 @@ class DirectReads:
         self.latencies = LatencyTracker()
         self._context: ssl.SSLContext | None = None
         self._idle: list[tuple[float, str, StreamConnection]] = []
-        self._hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
+        self.hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
         # A store has no `close`: close connections and threads when this object is garbage-collected.
         weakref.finalize(self, _close_all, self._idle)
-        weakref.finalize(self, self._hedges.shutdown, wait=False)
+        weakref.finalize(self, self.hedges.shutdown, wait=False)
 
     def note_failed(self, began_seconds: float) -> None:
         """Note that obstore has read a range after a failed direct read; pause direct reads after three in a row.
@@ -213,16 +213,6 @@ class DirectReads:
             self._failed_in_a_row = self._busy_in_a_row = 0
         return "direct"
 
-    def send_hedge(self, hedge: Callable[[], memoryview]) -> Future[memoryview]:
-        """Read a range by obstore in another thread, with a copy of this context.
-
-        Raises:
-            RuntimeError: No thread can be started.
-        """
-        call = CallOnce(partial(copy_context().run, hedge))
-        self._hedges.submit(call)
-        return call.future
-
     def _get_context(self, *, verify: bool | str | None) -> ssl.SSLContext:
         with self._lock:
             if self._context is None:
@@ -306,9 +296,12 @@ class _RangeRequest:
         if now_seconds - max(self.began_seconds, stream.received_seconds) > self._reads.silence_seconds:
             raise TimeoutError("The store fell silent in the middle of an answer.")
         if self._hedge is not None and elapsed_seconds > self._late_seconds and self._reads.latencies.may_repeat():
-            with suppress(RuntimeError):
-                self._hedged = self._reads.send_hedge(self._hedge)
+            # By obstore in another thread, with a copy of this context.
+            call = CallOnce(partial(copy_context().run, self._hedge))
             self._hedge = None
+            with suppress(RuntimeError):  # no thread can be started
+                self._reads.hedges.submit(call)
+                self._hedged = call.future
 
 
 def _close_all(idle: list[tuple[float, str, StreamConnection]]) -> None:

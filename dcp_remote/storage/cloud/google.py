@@ -50,9 +50,6 @@ class GoogleCloud(Provider):
 
     def open_client(self, http: ClientConfig, *, delete_singly: bool) -> GCSStore:
         """Implement `Provider.open_client`; Google Cloud always deletes singly."""
-        return GCSStore(self.bucket, config=self._make_config(), client_options=http, retry_config=NO_RETRIES)
-
-    def _make_config(self) -> GCSConfig:
         options = self.options
         given = {
             "service_account": options.service_account,
@@ -70,7 +67,7 @@ class GoogleCloud(Provider):
             given["service_account_key" if is_json else "application_credentials"] = options.token
         config: GCSConfig = {"skip_signature": is_anonymous}
         config.update({name: value for name, value in given.items() if value is not None})  # type: ignore[typeddict-item]  # the names above are GCSConfig's
-        return config
+        return GCSStore(self.bucket, config=config, client_options=http, retry_config=NO_RETRIES)
 
     def make_bucket_error(self) -> BucketNotFoundError:
         """Implement `Provider.make_bucket_error`."""

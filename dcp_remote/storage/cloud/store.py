@@ -60,8 +60,6 @@ _Answer = TypeVar("_Answer")
 
 CLOUDS: dict[str, type[Provider]] = {"s3": S3, "gs": GoogleCloud, "az": Azure}
 
-_CAPABILITIES = Capabilities(compare_and_swap=True, shared=True)
-
 # Verbs that a save or a load sends in large numbers; only their requests are throttled.
 _THROTTLED_VERBS = frozenset({"put", "get_into"})
 
@@ -118,6 +116,8 @@ class CloudStore(PlacedStore):
     start processes with spawn or forkserver.
     """
 
+    capabilities = Capabilities(compare_and_swap=True, shared=True)  # by the conditional PUT that all three clouds have
+
     def __init__(self, parsed: ParsedUrl, bucket: Bucket) -> None:
         """Store the arguments; nothing is sent."""
         self._place = parsed
@@ -128,11 +128,6 @@ class CloudStore(PlacedStore):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the configuration, explicit credentials included; treat such a pickle as a secret."""
         return _reopen, (self._place, self._provider.options, self._bucket.timeouts)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Implement `ObjectStore.capabilities`. All three clouds compare and swap, in their conditional PUT."""
-        return _CAPABILITIES
 
     @property
     def latency_seconds(self) -> float:
@@ -202,7 +197,8 @@ class CloudStore(PlacedStore):
                         data = read_with_obstore()
                 except GenericError as error:
                     code, size_bytes = find_error_code(str(error)), None
-                    if code is None and _is_unsatisfied(str(error)) and remaining_seconds():
+                    is_short = "416 Range Not Satisfiable" in str(error) or "NotPartial" in str(error)
+                    if code is None and is_short and remaining_seconds():
                         # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
                         with writes_nothing(), suppress(*FAILURES):
                             size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
@@ -410,11 +406,6 @@ class CloudStore(PlacedStore):
 
 def _reopen(parsed: ParsedUrl, options: CloudOptions, timeouts: Timeouts) -> CloudStore:
     return CloudStore(parsed, Bucket(CLOUDS[parsed.scheme](parsed.bucket, options), timeouts))
-
-
-def _is_unsatisfied(message: str) -> bool:
-    """Return whether obstore's message is of a 416, or of a 200 where a range was asked for."""
-    return "416 Range Not Satisfiable" in message or "NotPartial" in message
 
 
 def _offset(key: str) -> str:
