@@ -128,7 +128,7 @@ class Throttle:
             try:
                 while min(self._waiting) != turn or not self.begin(time.monotonic() - came_seconds):
                     if not remaining_seconds():
-                        raise TransientStorageError("The store refuses requests, and the pause left no time for this.")
+                        raise TransientStorageError("No time is left for this request: the store refuses others.")
                     with writes_nothing():
                         self._changed.wait(self.wait_seconds())
             finally:

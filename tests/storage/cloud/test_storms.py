@@ -121,7 +121,7 @@ def test_a_pause_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(throttle, "CHECK_SECONDS", 0.01)
     one = Throttle(uniform=lambda _low, _high: 1e9, processes=lambda: 100_000)
     left = iter([1.0, 1.0])
-    with limit_requests(lambda: next(left, 0.0)), pytest.raises(TransientStorageError, match="no time"):
+    with limit_requests(lambda: next(left, 0.0)), pytest.raises(TransientStorageError, match="No time is left"):
         one.send(lambda: None)
     one._resume_seconds = 0.0
     assert one.send(lambda: "answer") == "answer"
