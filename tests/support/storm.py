@@ -16,7 +16,6 @@ from functools import partial
 
 from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.storage.cloud.throttle import Throttle
-from dcp_remote.storage.limits import CHECK_SECONDS
 
 # Time until a refusal, and the time in which the ranks' first requests come after a barrier.
 _REFUSAL_SECONDS = 0.02
@@ -55,14 +54,15 @@ class _Task:
 
     prefix: int
     failures: int = 0
-    came_seconds: float = 0.0  # time at which the wait for the throttle began
+    first_seconds: float = 0.0  # time at which the first wait for the throttle began
+    came_seconds: float = 0.0  # time at which this wait began
 
 
 @dataclass(eq=False)
 class _Rank:
     throttle: Throttle
     left: int  # requests that no worker has taken
-    waiting: deque[_Task] = field(default_factory=deque)
+    waiting: deque[_Task] = field(default_factory=deque)  # the throttle's order: by deadline, which is by age
     looks_again: bool = False
 
 
@@ -81,6 +81,7 @@ class Storm:
         self.now_seconds = 0.0
         self.refused = 0
         self.taken = 0
+        self.longest_seconds = 0.0  # of a request, with its pauses
         self.offered: Counter[int] = Counter()  # requests by second
         self._random = random.Random(self.seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -114,7 +115,7 @@ class Storm:
 
     def _take(self, rank: _Rank) -> None:
         rank.left -= 1
-        rank.waiting.append(_Task(self._random.randrange(self.prefixes.count), came_seconds=self.now_seconds))
+        rank.waiting.append(_Task(self._random.randrange(self.prefixes.count), 0, self.now_seconds, self.now_seconds))
 
     def _send(self, rank: _Rank) -> None:
         """Send what the throttle lets through; look again a little later."""
@@ -127,7 +128,7 @@ class Storm:
                 self._after(_REFUSAL_SECONDS, partial(self._refused, rank, task))
         if rank.waiting and not rank.looks_again:
             rank.looks_again = True
-            self._after(CHECK_SECONDS, partial(self._look_again, rank))
+            self._after(rank.throttle.wait_seconds(), partial(self._look_again, rank))
 
     def _look_again(self, rank: _Rank) -> None:
         rank.looks_again = False
@@ -135,6 +136,7 @@ class Storm:
 
     def _answered(self, rank: _Rank, task: _Task) -> None:
         self.taken += 1
+        self.longest_seconds = max(self.longest_seconds, self.now_seconds - task.first_seconds)
         rank.throttle.end(refused=False)
         if rank.left:
             self._take(rank)
@@ -151,5 +153,6 @@ class Storm:
 
     def _again(self, rank: _Rank, task: _Task) -> None:
         task.came_seconds = self.now_seconds
-        rank.waiting.append(task)
+        older = sum(other.first_seconds <= task.first_seconds for other in rank.waiting)
+        rank.waiting.insert(older, task)
         self._send(rank)

@@ -15,6 +15,7 @@ from dcp_remote.storage.cloud.throttle import PROCESSES_MAX, SHARE_MIN, Throttle
 from dcp_remote.storage.limits import count_processes
 from dcp_remote.storage.location import Location, join_job
 from dcp_remote.storage.request_context import limit_requests
+from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 from tests.support.storm import Prefixes, Storm
 
 # Ranks of the simulated job; the store's rates are as much smaller than S3's as the job is than one of 10,000 ranks.
@@ -44,6 +45,13 @@ def test_a_storm_is_refused_little(storm: Callable[..., Storm]) -> None:
     assert after.refused < before.refused / 10
     assert after.peak < before.peak / 10
     assert after.now_seconds < 1.15 * before.now_seconds
+
+
+def test_no_request_fails_in_a_long_storm() -> None:
+    """Read 150 ranges on each rank, for 270 s at least: each waits for less than the time for which it is repeated."""
+    after = Storm(RANKS, 150, Prefixes(1, GETS), seconds=0.13, processes=10_000).run()
+    assert after.now_seconds > 270
+    assert after.longest_seconds < RANGE_RETRY_SECONDS * 2 / 3
 
 
 def test_a_bucket_of_many_prefixes_is_used() -> None:
@@ -113,27 +121,32 @@ def test_a_pause_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(throttle, "CHECK_SECONDS", 0.01)
     one = Throttle(uniform=lambda _low, _high: 1e9, processes=lambda: 100_000)
     left = iter([1.0, 1.0])
-    with limit_requests(lambda: next(left, 0.0)), pytest.raises(TransientStorageError, match="no time"):
+    with limit_requests(lambda: next(left, 0.0)), pytest.raises(TransientStorageError, match="No time is left"):
         one.send(lambda: None)
     one._resume_seconds = 0.0
     assert one.send(lambda: "answer") == "answer"
 
 
 def test_requests_have_their_turn_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send five requests while none may begin, one after another: they begin in that order."""
+    """Send six requests while none may begin, one after another: they begin in that order, but for one in a hurry."""
     monkeypatch.setattr(throttle, "CHECK_SECONDS", 0.01)
     clock, sent = Clock(), list[int]()
     one = Throttle(clock, uniform=lambda _low, _high: 1.0, processes=lambda: 100_000)
     threads = []
-    for number in range(5):
-        threads.append(threading.Thread(target=one.send, args=(lambda number=number: sent.append(number),)))
+
+    def send(number: int) -> None:
+        with limit_requests(lambda: 50.0 if number == 5 else 100.0):
+            one.send(lambda: sent.append(number))
+
+    for number in range(6):
+        threads.append(threading.Thread(target=send, args=(number,)))
         threads[-1].start()
         while len(one._waiting) <= number:
             threading.Event().wait(0.001)
     while any(thread.is_alive() for thread in threads):
         clock.seconds += 1.0
         threading.Event().wait(0.005)
-    assert sent == [0, 1, 2, 3, 4]
+    assert sent == [5, 0, 1, 2, 3, 4]
 
 
 @pytest.fixture
