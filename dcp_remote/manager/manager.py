@@ -331,7 +331,8 @@ class CheckpointManager:
         method returns. With `watch` or `before_update`, it returns while the copies are under way.
 
         Costs the store: one GET, a PUT per shard of at most 64 MiB, two PUTs and a GET for the commit; a job's first
-        save three requests more (fence, a look for a checkpoint by itself, the newest manifest or a LIST).
+        save two requests more (fence, a look for a checkpoint by itself), and a LIST where the run begins, or a GET of
+        the newest manifest by each rank, unless `restore` has loaded all of that checkpoint.
 
         Args:
             step: Number of finished training steps.
@@ -544,7 +545,7 @@ class CheckpointManager:
                 self._schedule.count_restore()
             is_coordinator = self._ranks.is_coordinator
             with collective, start_progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
-                self._last_load = RankRestore(
+                restored = RankRestore(
                     self._ranks,
                     collective,
                     self._store,
@@ -563,20 +564,23 @@ class CheckpointManager:
                     self._schedule.agreement.forget_restore()
             operation.fail(error)
             raise
+        self._last_load = restored.report if restored is not None else None
         operation.end(self._last_load)
-        if self._last_load is None:
+        if restored is None:
             if not options.given:
                 self._first_save.note_start(as_state(state))
             return None
         self._first_save.forget_start()
         if go_on:
-            self._last_step = self._last_load.step
-            self._telemetry.note_restored(self._last_load.created)
+            self._last_step = restored.report.step
+            if restored.baseline is not None:
+                self._saver.go_on_from(restored.baseline)
+            self._telemetry.note_restored(restored.report.created)
             if self._coordinator is not None:
                 self._coordinator.resume_from(self._last_step)
             if self._schedule is not None:
                 self._schedule.note_saved(self._last_step)
-        return self._last_load.step
+        return restored.report.step
 
     @hides_frames
     def watch(self, optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -51,6 +51,7 @@ from dcp_remote.run.lookup import (
     no_run,
     require_no_checkpoint_by_itself,
 )
+from dcp_remote.saving.dedup import Baseline
 from dcp_remote.serialization.leaves import iterate_leaves
 from dcp_remote.serialization.module_state import MadeStates, is_left_to_torch
 from dcp_remote.serialization.name_links import find_links
@@ -150,6 +151,15 @@ class _PlannedRestore:
         apply_loaded(state, self.template, rank, untouched=verdict.untouched)
 
 
+class Restored(NamedTuple):
+    """Result of a restore."""
+
+    report: LoadReport
+    # Save and manifest key of the checkpoint, and what of it this rank has read whole, for the next save. None if
+    # values of the state or of the checkpoint were left out: the next save may then write what was not read here.
+    baseline: tuple[tuple[str, str], Baseline] | None
+
+
 @dataclass(frozen=True, slots=True)
 class RankRestore:
     """One restore as one rank carries it out; errors are those of `CheckpointManager.restore`."""
@@ -164,7 +174,7 @@ class RankRestore:
     allow_pickle: bool
     memory_budget_bytes: int  # of the buffers beyond the state
 
-    def load(self, state: MutableMapping[str, Any]) -> LoadReport | None:
+    def load(self, state: MutableMapping[str, Any]) -> Restored | None:
         """Restore a checkpoint, in the block of the collective; None if the newest is asked for and there is none.
 
         Ranks meet three times: to choose the checkpoint, before a byte is read, and before a value is applied. Where
@@ -177,9 +187,10 @@ class RankRestore:
             # After a mismatch the optimizers have no states that they did not have before.
             with self.operation.phase("planning"), MadeStates() as made:
                 collective.set_activity("asking which checkpoint to restore")
+                read: list[bytes] = []  # on the coordinator: the manifest as stored, also if it is not sent
                 chosen = collective.gather(
                     _Asked(self.request.shared(), _runs_foreign_code(state)),
-                    lambda asked: collective.run_in_thread(partial(self._choose, asked)),
+                    lambda asked: collective.run_in_thread(partial(self._choose, asked, read)),
                 )
                 if chosen is None:
                     return None
@@ -187,11 +198,12 @@ class RankRestore:
                 runs_foreign_code = chosen.runs_foreign_code
                 in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
                 collective.set_activity(f"planning the restore of step {entry.step}")
-                manifest = collective.run_in_thread(partial(self._decode, chosen))
+                manifest = collective.run_in_thread(partial(self._decode, chosen, read))
                 if runs_foreign_code and chosen.manifest is None:
                     # It may call collectives of torch next, in which a rank would hang without those that have failed.
                     collective.gather(None, _require_no_failure)
                 del chosen
+                read.clear()
                 exchange = opened.enter_context(self._exchange()) if self.ranks.world_size > 1 else None
                 planned = self._plan(entry, manifest, state, made)
                 manifest = planned.manifest
@@ -234,12 +246,16 @@ class RankRestore:
             created=entry.created,
         )
         self.progress.close(str(report) if self.ranks.is_coordinator else None)
-        return report
+        if compared.kept or left_out:
+            return Restored(report, None)
+        read_wants = (target.want for targets in layers for target in targets)
+        whole = ((want.piece_first, want.piece_stop) for want in read_wants if want.runs is None)
+        return Restored(report, ((entry.save_id, entry.manifest), Baseline.of_manifest(manifest).part(whole)))
 
     # ---- which checkpoint
 
-    def _choose(self, asked: Sequence[_Asked]) -> _Chosen | None:
-        """Choose the checkpoint that all ranks ask for; called on the coordinator only."""
+    def _choose(self, asked: Sequence[_Asked], read: list[bytes]) -> _Chosen | None:
+        """Choose the checkpoint that all ranks ask for; called on the coordinator only. `read` gets the manifest."""
         steps = [one.options["step"] for one in asked]
         if any(step != steps[0] for step in steps):
             raise InvalidArgumentError(
@@ -276,13 +292,14 @@ class RankRestore:
             if self.request.go_on:
                 warn_of_going_back(catalog, entry, url=store.url)
             data = expected.fetch(entry, retry_seconds=retry_seconds())
+        read.append(data)
         sent = data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None
         runs_foreign_code = any(one.runs_foreign_code for one in asked)
         return _Chosen(entry, sent, int(expected.was_wrong), store.latency_seconds, runs_foreign_code)
 
-    def _decode(self, chosen: _Chosen) -> Manifest:
+    def _decode(self, chosen: _Chosen, read: Sequence[bytes]) -> Manifest:
         """Decode the manifest, which is read if the coordinator did not send it, and once more if it is damaged."""
-        data = chosen.manifest
+        data = read[0] if read else chosen.manifest
         if data is None:
             data = fetch_entry(self.store, chosen.entry, retry_seconds=self._retry_seconds())
         return decode_entry(self.store, chosen.entry, data, retry_seconds=self._retry_seconds(), whole=False)

@@ -79,8 +79,15 @@ class RankSaver:
         self._allow_pickle = allow_pickle
         self._progress = progress
         self._planning = RankPlanning(ranks, coordinator, replicas=replicas)
-        # Checkpoint that names what this rank wrote last (save_id and manifest key), and what that was.
+        # Checkpoint that names what this rank wrote or read last (save_id and manifest key), and what that was.
         self._last: tuple[tuple[str, str], Baseline] | None = None
+
+    def go_on_from(self, baseline: tuple[tuple[str, str], Baseline]) -> None:
+        """Keep what this rank has read of a checkpoint, so that its next save does not read the manifest again.
+
+        Held until that save is committed: 100 bytes for each piece (at most 64 MiB) that this rank has read.
+        """
+        self._last = baseline
 
     @property
     def owner(self) -> Owner | None:
@@ -210,7 +217,7 @@ class RankSaver:
         return report
 
     def _find_baseline(self, ticket: SaveTicket, plan: SavePlan, *, retry_seconds: float) -> Baseline | None:
-        """Return what this rank wrote last, or else what the newest checkpoint holds; None if nothing may be reused.
+        """Return what this rank wrote or read last of the newest checkpoint, or all of it; None: nothing is reused.
 
         Of a manifest in segments, this rank reads those that may have chunks of its plan.
         """

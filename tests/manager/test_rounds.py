@@ -1,4 +1,4 @@
-"""How often the ranks of a save or a restore wait for each other: rounds are counted. Ranks are threads."""
+"""How often ranks wait for each other in a save or a restore, and read a manifest: counted. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_remote import CheckpointManager, PerRank, RandomStates, training_state
+from dcp_remote import CheckpointManager, PerRank, RandomStates, load, training_state
 from dcp_remote.errors import PermissionDeniedError, StateMismatchError
 from dcp_remote.manager import rank_restore
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import WrappedStore
+from dcp_remote.testing import RecordingStore
 from tests.support.rank_threads import ManagerThreads, counted_rounds, manager_threads
 
 State = dict[str, Any]
@@ -201,3 +202,74 @@ def test_no_rank_is_given_its_values_if_one_cannot_read_them(victim: int) -> Non
         assert [type(one.error) for one in ended] == [PermissionDeniedError] * 2
         assert f"rank={victim}" in str(ended[1 - victim].error)
     assert [(state["foreign"].loaded, state["own"].value) for state in states] == [([], [rank, 0.0]) for rank in (0, 1)]
+
+
+# ---- what the next save knows
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["manifest sent", "manifest read by each"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_first_save_after_a_restore_does_not_read_the_manifest(
+    world_size: int, is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank keeps what it has read of the checkpoint, and sends again only what has changed."""
+    memory = MemoryStore()
+    with manager_threads(2, memory) as ranks:
+        save(ranks, 1)
+    monkeypatch.setattr(rank_restore, "_MANIFESTS_BYTES_MAX", rank_restore._MANIFESTS_BYTES_MAX if is_sent else 0)
+    stores = [RecordingStore(memory) for _ in range(world_size)]
+    with manager_threads(world_size, stores) as ranks:
+        states = [state_of(min(rank, 1)) for rank in range(world_size)]
+        if world_size == 1:
+            states[0]["model"] |= state_of(1)["model"]
+        ranks.values(lambda rank, manager: manager.restore(states[rank]))
+        gets = [manifest_gets(store) for store in stores]
+        assert gets == [1, *[0 if is_sent else 1] * (world_size - 1)]
+        states[0]["model"]["rows0"] += 1
+        ranks.values(lambda rank, manager: manager.save(2, states[rank], wait=True))
+        assert [manifest_gets(store) for store in stores] == gets
+        report = ranks.managers[0].last_save
+        assert report is not None
+        assert report.written_bytes < 2_000
+        assert report.deduplicated_bytes > 8_000
+    found = load(memory)["model"]
+    assert [found[name][0].item() for name in ("frozen", "rows0", "rows1")] == [1.0, 2.0, 1.0]
+
+
+def test_the_first_save_after_a_restore_of_a_part_reads_the_manifest() -> None:
+    """It may write what was not restored, and finds out what of it is the same."""
+    memory = MemoryStore()
+    with manager_threads(2, memory) as ranks:
+        save(ranks, 1)
+    stores = [RecordingStore(memory) for _ in range(2)]
+    with manager_threads(2, stores) as ranks:
+        states = [state_of(rank, 1.0) for rank in range(2)]
+        ranks.values(lambda rank, manager: manager.restore(states[rank], exclude="model.frozen"))
+        ranks.values(lambda rank, manager: manager.save(2, states[rank], wait=True))
+        assert [manifest_gets(store) for store in stores] == [2, 1]
+        report = ranks.managers[0].last_save
+        assert report is not None
+        assert report.deduplicated_bytes > 8_000
+
+
+def test_another_checkpoint_than_the_newest() -> None:
+    """What was read of one checkpoint is not taken for that of another, which the job then goes on from."""
+    memory = MemoryStore()
+    with manager_threads(1, memory) as ranks:
+        save(ranks, 1)
+        save(ranks, 2)
+    store = RecordingStore(memory)
+    with manager_threads(1, store) as ranks:
+        (manager,) = ranks.managers
+        state = state_of(0)
+        manager.restore(state, 1)
+        manager.restore(state_of(0), 2, go_on=False)
+        manager.save(3, state, wait=True)
+        assert manifest_gets(store) == 2
+        assert manager.last_save is not None
+        assert manager.last_save.written_bytes < 1_000
+    assert load(memory)["model"]["frozen"][0].item() == 1.0
+
+
+def manifest_gets(store: RecordingStore) -> int:
+    return sum(verb == "get" and key.startswith("manifests/") for verb, key in store.calls)
