@@ -37,8 +37,9 @@ HEARTBEAT_SECONDS = 1.0
 # First pause between two looks for a key or a store, of ranks that arrive together; each is longer than the one before.
 POLLING_SECONDS = 0.005
 
-# A heartbeat costs two operations on one server, which does some 6,800 a second (one client, loopback) and has
-# torch's own work to do: at 10,000 ranks one heartbeat every ten seconds is 3,000 operations a second.
+# A heartbeat costs two operations on one server, and that of a manager which listens for SIGTERM three. The server does
+# some 6,800 a second (one client, loopback) and has torch's own work to do: at 10,000 ranks one heartbeat every ten
+# seconds is 3,000 operations a second.
 _RANKS_PER_BEAT_SECOND = 1000
 
 # Ranks without a heartbeat so far are looked for one by one: so many with each of this rank's heartbeats, in turn.
