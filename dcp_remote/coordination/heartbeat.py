@@ -316,11 +316,11 @@ class Heartbeat:
         """Return a client for another thread, whose answers count as contact; blocks if the store does.
 
         Raises:
-            DistNetworkError: The store could not be opened.
+            DistNetworkError: The store could not be opened, or is gone.
         """
         self._is_store_open.wait()
-        if self._store is None:
-            raise dist.DistNetworkError(f"The key-value store of the process group could not be opened: {self._gone}")
+        if self._store is None or self._gone is not None:  # to connect anew would take minutes
+            raise dist.DistNetworkError(f"The key-value store of the process group is not there: {self._gone}")
         return Client(self._store, self._record_answer)
 
     def contact_seconds(self) -> float:
