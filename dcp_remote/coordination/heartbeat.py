@@ -37,8 +37,9 @@ HEARTBEAT_SECONDS = 1.0
 # First pause between two looks for a key or a store, of ranks that arrive together; each is longer than the one before.
 POLLING_SECONDS = 0.005
 
-# A heartbeat costs two operations on one server, which does some 6,800 a second (one client, loopback) and has
-# torch's own work to do: at 10,000 ranks one heartbeat every ten seconds is 3,000 operations a second.
+# A heartbeat costs two operations on one server, and that of a manager which listens for SIGTERM three. The server does
+# some 6,800 a second (one client, loopback) and has torch's own work to do: at 10,000 ranks one heartbeat every ten
+# seconds is 3,000 operations a second.
 _RANKS_PER_BEAT_SECOND = 1000
 
 # Ranks without a heartbeat so far are looked for one by one: so many with each of this rank's heartbeats, in turn.
@@ -315,11 +316,11 @@ class Heartbeat:
         """Return a client for another thread, whose answers count as contact; blocks if the store does.
 
         Raises:
-            DistNetworkError: The store could not be opened.
+            DistNetworkError: The store could not be opened, or is gone.
         """
         self._is_store_open.wait()
-        if self._store is None:
-            raise dist.DistNetworkError(f"The key-value store of the process group could not be opened: {self._gone}")
+        if self._store is None or self._gone is not None:  # to connect anew would take minutes
+            raise dist.DistNetworkError(f"The key-value store of the process group is not there: {self._gone}")
         return Client(self._store, self._record_answer)
 
     def contact_seconds(self) -> float:

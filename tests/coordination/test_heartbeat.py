@@ -405,6 +405,8 @@ def test_a_host_that_is_gone_ends_the_thread(host: Host) -> None:
         host.kill()
         wait_until(lambda: one.gone)
         assert isinstance(one.gone, ConnectionRefusedError)
+        with pytest.raises(dist.DistNetworkError, match="refused"):
+            one.client()
         thread = one._thread
         assert thread is not None
         thread.join(30)
