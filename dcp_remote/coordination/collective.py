@@ -6,26 +6,27 @@ or two later; with the names of ranks that did not come or fell silent; or at it
 did not report. A rank in the middle of a long upload is reached through the `Deadline` of the operation, which passes
 at once.
 
-The coordinator is rank 0 of the group.
+The coordinator is rank 0 of the group. The other ranks of one host contribute together, in one part, and one of them
+polls for the answer; see `host_link`.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch.distributed as dist
 
-from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.coordination.failure_detector import FailureDetector
-from dcp_remote.coordination.heartbeat import POLLING_SECONDS, one_line
+from dcp_remote.coordination.heartbeat import one_line
+from dcp_remote.coordination.host_link import HostLink
 from dcp_remote.coordination.key_value import Client, HelperClient
-from dcp_remote.coordination.member import GroupMember
+from dcp_remote.coordination.member import POLLING_SECONDS_MAX, GroupMember
 from dcp_remote.coordination.messages import (
     CollectiveKeys,
     Commit,
@@ -41,11 +42,6 @@ logger = logging.getLogger(__name__)
 V = TypeVar("V")
 R = TypeVar("R")
 T = TypeVar("T")
-
-# Longest pause between two looks for a key, and looks of all ranks together, of which the store does 6,800 a second for
-# one client (loopback): 2,000 leave it time for torch. The first looks come twice as fast.
-_PAUSE_SECONDS_MAX = 0.25
-_LOOKS_PER_SECOND = 2000
 
 # Longest text of the consequence of a cancellation, in the error that cancelled.
 _HERE_CHARACTERS_MAX = 500
@@ -95,9 +91,6 @@ class Collective:
         self.deadline = self._outcome.deadline
         self.has_failed_here = False
         self._on_leave = on_leave
-        # The coordinator is alone in its looks; all other ranks make theirs at the same time.
-        seconds = 0.0 if member.is_coordinator else member.world_size / _LOOKS_PER_SECOND
-        self._polling = RetryPolicy(max(POLLING_SECONDS, seconds / 2), max(_PAUSE_SECONDS_MAX, seconds))
         self._client: HelperClient | None = None
         self._round = 0
         # On the coordinator: sizes of the answers that are in the store, by key.
@@ -320,18 +313,24 @@ class Collective:
 
     def _contribute(self, value: object) -> Any:
         """Send this rank's value and return the answer; send again under each new number of the operation."""
-        outcome, rank = self._outcome, self._member.rank
-        part = pickle.dumps({rank: pickle.dumps(value)})
+        outcome, rank, data = self._outcome, self._member.rank, pickle.dumps(value)
         while True:
             # Once all ranks have met, the heartbeat's thread is soon enough.
             if not (outcome.has_met or self._member.last_met == outcome.keys.number - 1):
                 self._ask(self._read_verdicts)
             outcome.raise_if_cancelled()
-            keys, pauses = outcome.keys, self._polling.growing_delays()
+            keys, pauses, link = outcome.keys, self._member.polling_pauses(), self._member.link()
             series, key = keys.parts(self._round), keys.answer(self._round)
-            self._ask(partial(Client.append, series=series, value=part))
-            outcome.wait(next(pauses))  # the coordinator has not even looked yet
-            answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            if link is None:
+                self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
+                outcome.wait(next(pauses))  # the coordinator has not even looked yet
+                answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            else:
+                link.begin(series, series, key, data)
+                try:
+                    answers = self._wait_for(partial(Client.get, key=key), keys, pauses, (link, key))
+                finally:
+                    link.end(key)
             if answers is not None:
                 break
             self._ask(partial(Client.delete_series, series=series))  # the coordinator never comes under this number
@@ -354,7 +353,7 @@ class Collective:
             keys = self._outcome.keys
             contributions = Contributions(keys.parts(self._round), range(1, self._member.world_size))
             self._failure_detector.expect(self._round, contributions)
-            has_all = self._wait_for(contributions.read, keys, self._polling.growing_delays())
+            has_all = self._wait_for(contributions.read, keys, self._member.polling_pauses(self._member.world_size))
         self._failure_detector.is_waiting = False
         self._outcome.meet()
         return contributions
@@ -379,24 +378,23 @@ class Collective:
         old, new = self._answers, {key: len(answer) for key, answer in data.items()}
         self._answers = {**old, **new}
         self._failure_detector.expect(self._round + 1)
+
+        def put(client: Client) -> None:
+            for key, answer in data.items():
+                client.put(key, answer)
+            # The store's answer to a deletion says that the answers have arrived, before a heartbeat says that this
+            # rank has gone on.
+            contributions.delete(client)
+            client.delete(old, old)
+            self._member.delete_left_keys(client, self._outcome.keys.number, have_all_come=True)
+
         try:
-            self._ask(partial(self._put_answers, data, old, contributions))
+            self._ask(put)
             self._answers = new
         except DcpRemoteError as error:
             if not self._outcome.is_committing:
                 raise
             logger.warning("%s: the other ranks could not be told that it has ended: %s", self.what, error)
-
-    def _put_answers(
-        self, data: Mapping[str, bytes], old: Mapping[str, int], contributions: Contributions, client: Client
-    ) -> None:
-        for key, answer in data.items():
-            client.put(key, answer)
-        # The store's answer to a deletion says that the answers have arrived, before a heartbeat says that this rank
-        # has gone on.
-        contributions.delete(client)
-        client.delete(old, old)
-        self._member.delete_left_keys(client, self._outcome.keys.number, have_all_come=True)
 
     def _delete_left_keys_and_read_verdicts(self, client: Client) -> None:
         # Deletes before it reads, because a verdict ends the operation at once; again under the number that it finds.
@@ -409,8 +407,20 @@ class Collective:
         while self._outcome.read_verdict(client):
             self._outcome.raise_if_cancelled()
 
-    def _wait_for(self, look: Callable[[Client], T], keys: CollectiveKeys, pauses: Iterator[float]) -> T | None:
+    def _wait_for(
+        self,
+        look: Callable[[Client], T],
+        keys: CollectiveKeys,
+        pauses: Iterator[float],
+        heard: tuple[HostLink, str] | None = None,
+    ) -> T | bytes | None:
         """Look until something is found, and return it; None once the operation has other keys than `keys`.
+
+        Args:
+            look: Looks into the store.
+            keys: Keys of the operation.
+            pauses: Pauses between two looks, in seconds.
+            heard: Link over which another rank sends what it finds under a key; `look` is then the last resort.
 
         Raises:
             DcpRemoteError: The operation was cancelled.
@@ -418,21 +428,32 @@ class Collective:
         outcome = self._outcome
         while outcome.keys is keys:
             status = outcome.coordinator_status()
-            found = self._ask(look)
+            has_left = status is not None and outcome.has_rank_left(status)
+            found = self._ask(look) if heard is None or has_left else self._hear(*heard)
             if found:
                 return found
             # The coordinator posts its verdict before it publishes that it has left. The verdict is read first: a rank
             # that followed without it would take part in the next operation of the same name.
             if (
                 status is not None
-                and outcome.has_rank_left(status)
+                and has_left
                 and not self._ask(outcome.read_verdict)
                 and not outcome.skip_deleted_verdicts(status)
             ):
                 outcome.end_without_verdict(status, keys)
             outcome.raise_if_cancelled()
-            outcome.wait(next(pauses))
+            if heard is None:
+                outcome.wait(next(pauses))
+            else:
+                heard[0].wait(POLLING_SECONDS_MAX)
         return None
+
+    def _hear(self, link: HostLink, key: str) -> bytes | None:
+        """Return the answer that has come over a link; None if there is none."""
+        try:
+            return link.answer(key)
+        except dist.DistError as error:
+            self._raise_without_store(error)
 
     def _ask(self, request: Callable[[Client], T]) -> T:
         """Make a request to the store and return its answer, for as long as the operation goes on.
@@ -452,15 +473,18 @@ class Collective:
             answer = client.ask(request, outcome.raise_if_cancelled)
         except dist.DistError as error:
             client.abandon()
-            outcome.end_without_store(error)
-            if outcome.error is None:  # in the commit phase
-                raise self.failed("The key-value store of the process group is gone.", cause=error) from error
-            raise outcome.error from error
+            self._raise_without_store(error)
         except BaseException:
             client.abandon()
             raise
         self._client = client
         return answer
+
+    def _raise_without_store(self, error: Exception) -> NoReturn:
+        self._outcome.end_without_store(error)
+        if self._outcome.error is None:  # in the commit phase
+            raise self.failed("The key-value store of the process group is gone.", cause=error) from error
+        raise self._outcome.error from error
 
 
 def _copy_error(error: DcpRemoteError, consequence: BaseException) -> DcpRemoteError:

@@ -80,7 +80,9 @@ class RankGroup:
         self.world_size = world_size
         self.is_coordinator = rank == 0
         self._store_address = store_address if isinstance(store, UseCounter) else address_of(store)
-        self._member = GroupMember(rank, world_size, clock)
+        self._member = GroupMember(
+            rank, world_size, clock, lambda: store.prefix if isinstance(store, UseCounter) else None
+        )
         self._number = 0
         self._asked = 0  # times that this rank has asked the coordinator
         self._collective: Collective | None = None

@@ -72,14 +72,14 @@ class HostLink:
         name: Name of the link, the same on all ranks of a group; only they know it.
         rank: Rank of this process, within the group.
         connect: Returns a client of the store; called in a thread of the link.
-        pauses: Returns the pauses between two looks for an answer, in seconds.
+        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks in a part.
 
     Attributes:
         spoken_alone: Rounds in which this rank spoke for itself because its leader was stopped.
     """
 
     def __init__(
-        self, name: str, rank: int, connect: Callable[[], Client], pauses: Callable[[], Iterator[float]]
+        self, name: str, rank: int, connect: Callable[[], Client], pauses: Callable[[int], Iterator[float]]
     ) -> None:
         """Start nothing; `begin` starts the thread."""
         self._address = b"\0dcp_remote/" + hashlib.sha256(name.encode()).hexdigest().encode()
@@ -483,14 +483,14 @@ class _Speaker:
 
     Args:
         connect: Returns a client of the store.
-        pauses: Returns the pauses between two looks for an answer, in seconds.
+        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks in a part.
         deliver: Called with the key of an answer and the answer, or the error of the store.
     """
 
     def __init__(
         self,
         connect: Callable[[], Client],
-        pauses: Callable[[], Iterator[float]],
+        pauses: Callable[[int], Iterator[float]],
         deliver: Callable[[str, bytes | Exception], object],
     ) -> None:
         """Start nothing."""
@@ -538,7 +538,7 @@ class _Speaker:
                     self._deliver(answer, error)
 
     def _put(self, slots: str, parts: str, answer: str, contributions: dict[int, bytes], *, is_again: bool) -> None:
-        pauses = self._pauses()
+        pauses = self._pauses(len(contributions))
         self._looks[answer] = time.monotonic() + next(pauses), pauses
         client = self._client = self._client or self._connect()
         if not (is_again and client.has([answer])):

@@ -125,7 +125,28 @@ class Client:
 
         If one of several keys is deleted meanwhile, all values are b"", after `_GET_TIMEOUT`; a single one, at once.
         """
-        return self._read_all(keys) or [b"" for _ in keys]
+        if len(keys) == 1:
+            # Without the wait of `Store.get` for a key: a store returns what is there, or else the expected value.
+            head = self._store.compare_set(keys[0], _NEVER_STORED, _NEVER_STORED)  # type: ignore[arg-type]  # as above
+            if head == _NEVER_STORED:
+                self._on_answer()
+                return [b""]
+            if int.from_bytes(head[:4], "little") == 1:
+                self._on_answer()
+                return [bytes(head[4:])]
+        for attempt in range(1, _GET_ATTEMPTS + 1):
+            try:
+                heads = [head for some_keys in _slices(keys) for head in self._store.multi_get(list(some_keys))]
+                values = [self._read_whole(key, head) for key, head in zip(keys, heads, strict=True)]
+            except dist.DistStoreError:  # a TCPStore waited for a key until its timeout
+                if not self.has(keys):
+                    return [b"" for _ in keys]
+                if attempt == _GET_ATTEMPTS:
+                    raise
+            else:
+                self._on_answer()
+                return values
+        raise AssertionError("the last attempt returns or raises")
 
     def get_present(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the values of those keys that exist and are not empty, by key: as `present` and `get_many`."""
@@ -187,31 +208,6 @@ class Client:
         count = self.add(series, 0)
         self.delete([series_key(series, number) for number in range(1, count + 1)])
         self.delete([series], {series: 0})
-
-    def _read_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Return the values of all keys; None if a key does not exist any more."""
-        if len(keys) == 1:
-            # Without the wait of `Store.get` for a key: a store returns what is there, or else the expected value.
-            head = self._store.compare_set(keys[0], _NEVER_STORED, _NEVER_STORED)  # type: ignore[arg-type]  # as above
-            if head == _NEVER_STORED:
-                self._on_answer()
-                return None
-            if int.from_bytes(head[:4], "little") == 1:
-                self._on_answer()
-                return [bytes(head[4:])]
-        for attempt in range(1, _GET_ATTEMPTS + 1):
-            try:
-                heads = [head for some_keys in _slices(keys) for head in self._store.multi_get(list(some_keys))]
-                values = [self._read_whole(key, head) for key, head in zip(keys, heads, strict=True)]
-            except dist.DistStoreError:  # a TCPStore waited for a key until its timeout
-                if not self.has(keys):
-                    return None
-                if attempt == _GET_ATTEMPTS:
-                    raise
-            else:
-                self._on_answer()
-                return values
-        raise AssertionError("the last attempt returns or raises")
 
     def _read_whole(self, key: str, head: bytes) -> bytes:
         count = int.from_bytes(head[:4], "little")

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
-from dcp_remote.coordination.heartbeat import Heartbeat
+from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.coordination.heartbeat import POLLING_SECONDS, Heartbeat
+from dcp_remote.coordination.host_link import HostLink
 from dcp_remote.coordination.key_value import Client, HelperClient
 
 # Operations whose answers and verdicts are kept until all ranks meet again: a rank that is slow reads what it was sent,
 # and one that missed operations finds out how many.
 OPERATIONS_KEPT = 64
+
+# Longest pause between two looks for a key, and looks of all ranks together, of which the store does 6,800 a second for
+# one client (loopback): 2,000 leave it time for torch. The first looks come twice as fast.
+POLLING_SECONDS_MAX = 0.25
+_LOOKS_PER_SECOND = 2000
+
+# With fewer ranks there is no rank but the coordinator that a rank could be linked to.
+_LINKED_RANKS_MIN = 3
 
 # Idle clients that are kept: of an operation, and of a question that is asked while the operation is under way.
 _IDLE_CLIENTS_MAX = 2
@@ -23,6 +33,7 @@ class GroupMember:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
         clock: Monotonic clock, in seconds.
+        link_name: Returns a name of this group that no other process knows; None if there is none, or none yet.
 
     Attributes:
         rank: Rank of this process, within the group.
@@ -33,7 +44,13 @@ class GroupMember:
         last_met: Number of the last operation in which all ranks met, as this rank knows; -1 before the first.
     """
 
-    def __init__(self, rank: int, world_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        clock: Callable[[], float],
+        link_name: Callable[[], str | None] = lambda: None,
+    ) -> None:
         """Ask the store nothing."""
         self.rank = rank
         self.world_size = world_size
@@ -41,6 +58,8 @@ class GroupMember:
         self.is_coordinator = rank == 0
         self.heartbeat: Heartbeat | None = None
         self.last_met = -1
+        self._link_name = link_name
+        self._link: HostLink | None = None
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle_clients: list[HelperClient] = []
@@ -63,6 +82,23 @@ class GroupMember:
                 self._idle_clients.append(client)
         if not is_kept:
             client.close()
+
+    def link(self) -> HostLink | None:
+        """Return the link to the other ranks of this host, once there is a store; None where each rank is alone.
+
+        The coordinator takes part in no link, and another rank only if there is a third.
+        """
+        with self._lock:
+            name = self._link_name() if self.rank > 0 and not self._is_closed else None
+            if self._link is None and name is not None and self.world_size >= _LINKED_RANKS_MIN:
+                assert self.heartbeat is not None, "a single rank needs no store"
+                self._link = HostLink(name, self.rank, self.heartbeat.client, self.polling_pauses)
+            return self._link
+
+    def polling_pauses(self, ranks: int = 1) -> Iterator[float]:
+        """Yield the pauses between two looks of a rank for a key, in seconds, where each looks for so many `ranks`."""
+        seconds = self.world_size / ranks / _LOOKS_PER_SECOND
+        return RetryPolicy(max(POLLING_SECONDS, seconds / 2), max(POLLING_SECONDS_MAX, seconds)).growing_delays()
 
     def note_left_keys(self, operation: int, keys: Iterable[str], series: Iterable[str] = ()) -> None:
         """Note keys and series that an operation has left in the store, and other ranks do not read; coordinator only.
@@ -103,9 +139,12 @@ class GroupMember:
                     noted.pop(key, None)
 
     def close(self) -> None:
-        """Close the idle clients, and keep none from now on."""
+        """Close the link and the idle clients, and keep none from now on."""
         with self._lock:
             self._is_closed = True
             clients, self._idle_clients = self._idle_clients, []
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
         for client in clients:
             client.close()

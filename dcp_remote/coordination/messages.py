@@ -31,7 +31,7 @@ from dcp_remote.errors import DcpRemoteError
 _PARTS_PER_READ = 64
 
 # Size of a block of answers, in bytes: a rank that needs one answer reads no more than some blocks.
-_BLOCK_BYTES = 64 * 2**10
+_BLOCK_BYTES = 32 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ def encode_answers(key: str, answers: Sequence[object]) -> dict[str, bytes]:
     different = {id(answer): answer for answer in answers}
     positions = {identity: position for position, identity in enumerate(different)}
     pickles = [pickle.dumps(answer) for answer in different.values()]
-    numbers = [positions[id(answer)] for answer in answers] if len(pickles) > 1 else []
+    numbers: Sequence[int] = [positions[id(answer)] for answer in answers] if len(pickles) > 1 else []
+    if len(pickles) == len(answers):
+        numbers = range(len(answers))  # a few bytes
     per_block = max(1, len(pickles) * _BLOCK_BYTES // sum(map(len, pickles)))
     if len(pickles) <= per_block:
         return {key: pickle.dumps((numbers, per_block, pickles))}

@@ -61,6 +61,9 @@ class UseCounter:
         name: Name that is used.
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
+
+    Attributes:
+        prefix: Prefix of the keys of this use, which no other process knows; None before the use has a number.
     """
 
     def __init__(self, incarnation: Incarnation, store: dist.Store, name: str, rank: int, world_size: int) -> None:
@@ -74,6 +77,7 @@ class UseCounter:
         self._turn = threading.Event()
         self._is_numbering = False
         self._began = 0
+        self.prefix: str | None = None
 
     def begin(self, *, is_missed: bool = False) -> Callable[[], dist.Store | None]:
         """Begin the next use; the uses of this process get their numbers in the order in which they begin.
@@ -127,10 +131,10 @@ class UseCounter:
             turn.set()
             raise
         turn.set()
-        self._client = None
+        self._client, self.prefix = None, f"{prefix}/{number}"
         # The original store, not a clone: where this process hosts the store, the host lives as long as this reference,
         # and the last save can end although the group is destroyed.
-        return dist.PrefixStore(f"{prefix}/{number}", self._store)
+        return dist.PrefixStore(self.prefix, self._store)
 
     def _number_use(self, client: Client, prefix: str, *, is_missed: bool) -> int:
         """Return the number of the use, and publish it as this rank's count unless the use is missed.

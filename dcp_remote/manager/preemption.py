@@ -254,8 +254,7 @@ class Agreement:
 
     def _decide(self, client: Client) -> None:
         keys = {self._key(f"at/{rank}"): rank for rank in range(self._world_size) if rank not in self._moments}
-        found = sorted(client.present(list(keys)))
-        for key, value in zip(found, client.get_many(found), strict=True):
+        for key, value in client.get_present(list(keys)).items():
             self._moments[keys[key]] = Moment.decode(value)
         if len(self._moments) == self._world_size:
             latest = max(self._moments.values())

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
-from dcp_remote.coordination import key_value
+from dcp_remote.coordination import host_link, key_value
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.key_value import _NEVER_STORED as NEVER_STORED
@@ -138,6 +140,75 @@ def test_operations_on_the_store(world_size: int, reading: int, monkeypatch: pyt
             **({"compare_set": 1 + reading} if world_size == 2 else {}),
             **({"compare_set": others, "check": reading - 2, "multi_get": 2} if world_size > 2 else {}),
         }
+
+
+def test_operations_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of four ranks: those of the first are linked but for the coordinator; a part and an answer for each."""
+    monkeypatch.setattr(host_link, "_MERGE_SECONDS", 30.0)
+    counts, connect = Counter[str](), key_value.open_connection
+    monkeypatch.setattr(key_value, "open_connection", lambda store: CountedStore(connect(store), counts))
+    barrier, name = threading.Barrier(8), uuid.uuid4().hex
+
+    def part(ranks: RankGroup) -> None:
+        ranks._member._link_name = lambda: f"{name}-{ranks.rank // 4}"
+        with join(ranks) as collective:
+            collective.gather(None, len)
+            barrier.wait(30)
+            if ranks.rank == 0:
+                counts.clear()
+            barrier.wait(30)
+            if ranks.rank == 0:
+                wait_until(lambda: them.store.add(f"group/{CollectiveKeys(1, WHAT).parts(2)}", 0) == 2)
+            own = collective.scatter(ranks.rank, lambda values: [10 * value for value in values])
+            assert own == 10 * ranks.rank
+
+    with rank_threads(8, beat_seconds=60.0) as them:
+        assert [result.error for result in them.run(part)] == [None] * 8
+        assert counts == {"add": 2, "set": 3, "check": 1, "multi_get": 2, "compare_set": 2, "delete_key": 4}
+
+
+def test_a_rank_that_comes_late_to_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part does not wait for long: the late rank is in a second one. It is linked from the next round on."""
+    monkeypatch.setattr(host_link, "_MERGE_SECONDS", 0.05)
+    name, parts = uuid.uuid4().hex, list[list[int]]()
+    put = Client.put
+
+    def put_noted(client: Client, key: str, value: bytes) -> None:
+        if "/in/" in key:
+            parts.append(sorted(pickle.loads(value)))
+        put(client, key, value)
+
+    monkeypatch.setattr(Client, "put", put_noted)
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        ranks._member._link_name = lambda: name
+        if ranks.rank == 3:
+            wait_until(lambda: sorted(itertools.chain(*parts)) == [1, 2])
+        return together(ranks)
+
+    with rank_threads(4) as them:
+        assert [result.value for result in them.run(part)] == expected(4)
+        assert parts[-1] == [1, 2, 3] or len(parts) > 3
+        assert [3] in parts
+
+
+def test_a_link_that_loses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's error reaches the rank that speaks for its host, and ends the operation there."""
+    name = uuid.uuid4().hex
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        ranks._member._link_name = lambda: name
+        return together(ranks)
+
+    with rank_threads(3) as them:
+        assert [result.value for result in them.run(part)] == expected(3)
+        monkeypatch.setattr(Client, "add", lose)
+        ended = them.run(part)
+    assert any("lost the connection" in error for error in errors(ended)), ended
+
+
+def lose(client: Client, key: str, number: int) -> NoReturn:
+    raise dist.DistNetworkError("Broken pipe")
 
 
 def test_a_part_that_is_never_put_and_one_that_is_put_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from dcp_remote.coordination import host_link
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import FencedError, InvalidArgumentError, SaveFailedError, SaveTimeoutError
@@ -263,6 +264,51 @@ def _never_come() -> Told:
         return told
 
     return with_ranks(act)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_speaks_for_its_host_is_struck(number: signal.Signals, ranks_that_run: RankPool) -> None:
+    """The rank has put the part of three ranks, and dies or is stopped before the answer: the others get theirs."""
+    if number == signal.SIGSTOP:
+        assert ranks_that_run.run(_strike_the_speaker, number) == [10, 10, 10, 10]
+        return
+    with pytest.raises(RanksFailedError) as caught:
+        ranks_that_run.run(_strike_the_speaker, number)
+    assert [failure.signal for failure in caught.value.failures.values()] == [signal.SIGKILL]
+    assert sorted(caught.value.results.values()) == [10, 10, 10]
+
+
+def _strike_the_speaker(number: signal.Signals) -> int:
+    host_link._PING_SECONDS = 0.1
+    ranks = RankGroup.from_process_group(None, "checkpoints", beat_seconds=HEARTBEAT_SECONDS)
+    store = _get_default_store()
+
+    def strike() -> None:
+        wait_until(lambda: store.check(["collected"]))
+        signal_this_thread(number)
+
+    def decide(values: list[int]) -> int:
+        wait_until(lambda: store.check(["speaker"]))
+        store.set("collected", "")
+        pid = int(store.get("speaker"))
+        wait_until(lambda: process_state(pid) in "TZX")
+        return sum(values)
+
+    assert together(ranks) == expected(4)[ranks.rank]
+    with join(ranks, seconds=DEADLINE_SECONDS, silence_seconds=DEADLINE_SECONDS) as collective:
+        link = ranks._member.link()
+        if link is not None and link._listening is not None:
+            store.set("speaker", str(os.getpid()))
+            threading.Thread(target=strike, daemon=True).start()
+        answer = collective.gather(ranks.rank + 1, decide)
+    pid = int(store.get("speaker"))
+    if number == signal.SIGSTOP and pid != os.getpid():
+        store.set(f"told {ranks.rank}", "")
+        wait_until(lambda: store.add("awake", 0) or sum(store.check([f"told {rank}"]) for rank in range(4)) == 3)
+        store.add("awake", 1)
+        os.kill(pid, signal.SIGCONT)
+    ranks.close()
+    return answer
 
 
 def test_a_rank_that_is_busy_is_not_silent(ranks_that_run: RankPool) -> None:

@@ -36,7 +36,7 @@ class Rank:
         if user is not None:
             os.setuid(user)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        self.link = HostLink(name, rank, lambda: Client(store), RetryPolicy(0.005, 0.05).growing_delays)
+        self.link = HostLink(name, rank, lambda: Client(store), lambda _: RetryPolicy(0.005, 0.05).growing_delays())
 
     def begin(self, number: int, data: bytes) -> None:
         self.link.begin(f"{number}/slots", f"{number}/in", f"{number}/out", data)
@@ -324,7 +324,7 @@ def test_values_of_many_mebibytes(host: Host) -> None:
 def test_connections_of_others_change_nothing(host: Host) -> None:
     """A process connects and says nothing, or breaks off in the middle of a frame, or sends what is no frame."""
     leader, other = host.link(1, 2)
-    address = HostLink(host.name, 0, lambda: host.client, lambda: iter(()))._address
+    address = HostLink(host.name, 0, lambda: host.client, lambda _: iter(()))._address
     sent = (b"", b"\0\0\0\0\0\0\1\0half", (4).to_bytes(8, "big") + b"junk", b"\xff" * 100)
     strangers = [socket.socket(socket.AF_UNIX) for _ in sent]
     try:
@@ -359,7 +359,10 @@ def test_a_process_of_another_user_is_no_member(host: Host) -> None:
 def test_a_system_without_abstract_sockets_has_no_links(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank puts a part of its own."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    links = [HostLink(host.name, rank, lambda: host.client, RetryPolicy(0.005, 0.05).growing_delays) for rank in (1, 2)]
+    links = [
+        HostLink(host.name, rank, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+        for rank in (1, 2)
+    ]
     for link in links:
         link.begin("1/slots", "1/in", "1/out", b"data")
     host.collect(1, 2)
@@ -370,7 +373,7 @@ def test_a_system_without_abstract_sockets_has_no_links(host: Host, monkeypatch:
 
 def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host) -> None:
     """The rank that speaks raises the error; its member becomes the leader and gets the answer."""
-    failing = HostLink(host.name, 1, lambda: _raise(dist.DistNetworkError("gone")), lambda: iter([0.01] * 1000))
+    failing = HostLink(host.name, 1, lambda: _raise(dist.DistNetworkError("gone")), lambda _: iter([0.01] * 1000))
     failing.begin("1/slots", "1/in", "1/out", b"data")
     wait_until(lambda: failing._listening is not None or not failing._may_join)
     (other,) = host.start(2)
@@ -390,7 +393,7 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> N
         return host.client
 
     links = [
-        HostLink(f"{host.name}-{number}", 1, connect, RetryPolicy(0.005, 0.05).growing_delays)
+        HostLink(f"{host.name}-{number}", 1, connect, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
         for number, connect in enumerate([lambda: host.client, lambda: host.client, stuck])
     ]
     for link in links[1:]:
@@ -414,7 +417,7 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 def stuck():
     Client(store)._store.wait(["never"])
 for connect in (lambda: Client(store), stuck):
-    link = HostLink(f"quiet-{store.port}-{connect}", 1, connect, lambda: iter([0.001] * 100000))
+    link = HostLink(f"quiet-{store.port}-{connect}", 1, connect, lambda _: iter([0.001] * 100000))
     link.begin("slots", "parts", "answer", b"data")
 time.sleep(0.3)
 """

@@ -403,15 +403,15 @@ def test_the_next_operation_has_the_same_name(monkeypatch: pytest.MonkeyPatch) -
 
 def delete_when_seen(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Delete keys of this kind whenever a rank has seen them and is about to read them."""
-    read_all = Client._read_all
+    get = Client.get
 
-    def deleted(client: Client, keys: list[str]) -> list[bytes] | None:
-        if any(kind in key for key in keys):
-            client.delete(keys)
-            return None
-        return read_all(client, keys)
+    def deleted(client: Client, key: str) -> bytes:
+        if kind in key:
+            client.delete([key])
+            return b""
+        return get(client, key)
 
-    monkeypatch.setattr(Client, "_read_all", deleted)
+    monkeypatch.setattr(Client, "get", deleted)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -435,17 +435,17 @@ def test_an_answer_that_is_deleted_before_it_is_read(monkeypatch: pytest.MonkeyP
 
 def test_an_answer_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank reads an answer when the coordinator has already left an operation that failed, and is in the third."""
-    add, read_all, is_third = Client.add, Client._read_all, threading.Event()
+    add, get, is_third = Client.add, Client.get, threading.Event()
 
     def noted(client: Client, key: str, number: int) -> int:
         if key.startswith("3-"):
             is_third.set()
         return add(client, key, number)
 
-    def slow(client: Client, keys: list[str]) -> list[bytes] | None:
-        if any(key.startswith("1-") and "/out" in key for key in keys):
+    def slow(client: Client, key: str) -> bytes:
+        if key.startswith("1-") and "/out" in key:
             assert is_third.wait(30)
-        return read_all(client, keys)
+        return get(client, key)
 
     def part(ranks: RankGroup) -> list[int]:
         with join(ranks) as collective:
@@ -456,7 +456,7 @@ def test_an_answer_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> 
             return [first, collective.gather(1, sum)]
 
     monkeypatch.setattr(Client, "add", noted)
-    monkeypatch.setattr(Client, "_read_all", slow)
+    monkeypatch.setattr(Client, "get", slow)
     with rank_threads(2) as them:
         assert [repr(result) for result in them.run(part)] == 2 * ["[2, 2]"]
 
