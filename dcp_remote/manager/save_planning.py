@@ -22,7 +22,6 @@ from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode
-from dcp_remote.saving.manifest_size import count_pieces, require_room
 from dcp_remote.saving.plan_cache import (
     LISTED_BYTES,
     PlanCache,
@@ -251,14 +250,12 @@ class _Decisions:
         return [answer._replace(share=share) for share in self.arrange_tables(tables)]
 
     def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
-        """Decide which rank writes what, and refuse more than a manifest can hold; return the share of each rank."""
+        """Decide which rank writes what; return the share of each rank."""
         arrangement = arrange(
             tables,
             to_lowest_rank=self._replicas == "coordinator",
             compared=self._compared if self._replicas == "equal" else None,
         )
-        tensors = arrangement.planned.tensors
-        require_room(count_pieces(tensors), offsets=len(tensors.chunk_offsets))
         self._sets, self.planned = arrangement.sets, arrangement.planned
         new = [difference for difference in arrangement.differing if difference.name not in self._reported]
         if new:
