@@ -218,6 +218,13 @@ class RankRestore:
                 collective.set_activity(f"reading step {entry.step}")
                 self.progress.begin(entry.step)
                 self._read_layers(manifest, layers, exchange, cohort, latency_seconds)
+                compared = planned.planner.comparison
+                left_out = compared.left_out(verdict.left_out)
+                baseline = None
+                if not (compared.kept or left_out):
+                    read_wants = (target.want for targets in layers for target in targets)
+                    whole = ((want.piece_first, want.piece_stop) for want in read_wants if want.runs is None)
+                    baseline = (entry.save_id, entry.manifest), Baseline.of_manifest(manifest).part(whole)
                 collective.set_activity(f"has read step {entry.step}, waiting for the others")
                 # Until then another rank may want what this rank has read, and a value is applied only if all can be.
                 collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)
@@ -225,8 +232,7 @@ class RankRestore:
                 planned.apply(state, self.ranks.rank, verdict)
                 if runs_foreign_code:
                     collective.gather(None, _require_no_failure)
-        counts, compared = self.store.counts.since(before), planned.planner.comparison
-        left_out = compared.left_out(verdict.left_out)
+        counts = self.store.counts.since(before)
         report = LoadReport(
             step=entry.step,
             save_id=entry.save_id,
@@ -248,11 +254,7 @@ class RankRestore:
             created=entry.created,
         )
         self.progress.close(str(report) if self.ranks.is_coordinator else None)
-        if compared.kept or left_out:
-            return Restored(report, None)
-        read_wants = (target.want for targets in layers for target in targets)
-        whole = ((want.piece_first, want.piece_stop) for want in read_wants if want.runs is None)
-        return Restored(report, ((entry.save_id, entry.manifest), Baseline.of_manifest(manifest).part(whole)))
+        return Restored(report, baseline)
 
     # ---- which checkpoint
 
