@@ -22,7 +22,7 @@ from torchtitan.config.override import override
 from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_only
+from dcp_remote.integrations.entries import keep_used
 from dcp_remote.integrations.runs import find_checkpoint, framework_words, is_torchs, storage_of
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,16 @@ class RemoteCheckpointManager(CheckpointManager):
             CheckpointNotFoundError: The run has no checkpoint of this step.
             StateMismatchError: The checkpoint has other entries than the training.
         """
-        # The model first: all ranks then agree on the step, which says whether there is more to load.
-        loaded = self._restore(self._run, {MODEL: self.states[MODEL]}, None if step == -1 else step)
-        if loaded is None:
-            return self._load_initial()
-        if loaded != 0:  # of a seed checkpoint the model is all that torchtitan loads
-            self._restore(self._run, self._rest(), loaded)
-        return True
+        states: dict[str, Any] = {}
+
+        def choose(loaded: int) -> dict[str, Any]:
+            # Of a seed checkpoint the model is all that torchtitan loads.
+            states.update(self._named({MODEL: self.states[MODEL]} | (self._rest() if loaded else {})))
+            return states
+
+        asked = None if step == -1 else step
+        loaded = self._run.restore(choose, asked, rename=keep_used(states), dtype="convert")
+        return self._load_initial() if loaded is None else True
 
     @framework_words(_WORDS)
     def _close(self) -> None:
@@ -131,16 +134,10 @@ class RemoteCheckpointManager(CheckpointManager):
             return bool(super()._load())
         # torchtitan's name of a step, also where another program has saved the run.
         path = find_checkpoint(re.sub(r"/step-(\d+)/?$", r"/\1", self.initial_load_path), **self._storage)
-        states = {MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest())
+        state = self._named({MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest()))
         with RunManager(path.run_url, **self._storage) as run:
-            self._restore(run, states, path.checkpoint, go_on=False, must_exist=True)
+            run.restore(state, path.checkpoint, rename=keep_used(state), dtype="convert", must_exist=True, go_on=False)
         return True
-
-    def _restore(
-        self, run: RunManager, states: Mapping[str, Any], step: int | str | None, **options: Any
-    ) -> int | None:
-        state = self._named(states)
-        return run.restore(state, step, rename=keep_only(*state), dtype="convert", **options)
 
     def _rest(self) -> dict[str, Any]:
         """Return the states to load beside the model."""

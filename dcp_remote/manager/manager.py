@@ -35,7 +35,7 @@ from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
 from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
-from dcp_remote.manager.rank_restore import RankRestore, Request
+from dcp_remote.manager.rank_restore import RankRestore, Request, runs_foreign_code
 from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import LoadReport, SaveReport
 from dcp_remote.manager.save_planning import Replicas, Task, require_one_kind
@@ -448,7 +448,7 @@ class CheckpointManager:
     @hides_frames
     def restore(
         self,
-        state: MutableMapping[str, Any] | nn.Module,
+        state: MutableMapping[str, Any] | nn.Module | Callable[[int], MutableMapping[str, Any] | nn.Module],
         step: int | str | None = None,
         *,
         include: Patterns | None = None,
@@ -490,7 +490,8 @@ class CheckpointManager:
         Args:
             state: State as for `save`; its keys and shapes say what is loaded. A `Stateful` with a method
                 `make_template(names)` is asked by it, in place of `state_dict()`, for the values to load into: `names`
-                are those of the checkpoint below it that are to be loaded.
+                are those of the checkpoint below it that are to be loaded. Or a function that returns the state, called
+                on every rank with the step of the checkpoint that was chosen, and not if there is none.
             step: Step or name of the checkpoint; None, "latest" or "last" is the newest.
             include: Names or patterns to load; None is all. The others stay as they are.
             exclude: Names or patterns that stay as they are.
@@ -535,6 +536,8 @@ class CheckpointManager:
             failed=DcpRemoteError,
             timed_out=DcpRemoteError,
         )
+        made: Any = state
+        is_function = _makes_state(state)
         asked = step if isinstance(step, int) else None
         operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
         try:
@@ -555,7 +558,10 @@ class CheckpointManager:
                     self._rank_sockets,
                     allow_pickle=self._allow_pickle,
                     memory_budget_bytes=self._memory_budget_bytes,
-                ).load(as_state(state))
+                ).load(
+                    lambda chosen: as_state(made(chosen) if is_function else made),
+                    runs_foreign_code=is_function or runs_foreign_code(as_state(made)),
+                )
         except BaseException as error:
             self._ranks.abandon(collective, error)
             if collective.is_unattended:  # ranks that did not come have not counted it
@@ -567,8 +573,8 @@ class CheckpointManager:
         self._last_load = restored.report if restored is not None else None
         operation.end(self._last_load)
         if restored is None:
-            if not options.given:
-                self._first_save.note_start(as_state(state))
+            if not options.given and not is_function:
+                self._first_save.note_start(as_state(made))
             return None
         self._first_save.forget_start()
         if go_on:
@@ -810,8 +816,7 @@ class CheckpointManager:
         stage: bool,
     ) -> FlatState:
         made: Any = state
-        # A module is callable, too.
-        if callable(made) and not isinstance(made, Mapping) and not hasattr(made, "state_dict"):
+        if _makes_state(made):
             # Not before all ranks have come: collectives of torch in this function would wait for an absent rank.
             collective.gather(None, lambda given: require_one_kind(is_one_kind=not any(given)))
             collective.set_activity("collecting the state")
@@ -875,6 +880,11 @@ def _require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
         raise InvalidArgumentError(f"{name} must be {listed}.", **{name: value})
+
+
+def _makes_state(state: object) -> bool:
+    """Return whether a function is given in place of a state; a module is callable, too."""
+    return callable(state) and not isinstance(state, Mapping) and not hasattr(state, "state_dict")
 
 
 def _has_group() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,7 +97,7 @@ class _Asked:
     """Request of a rank."""
 
     options: Mapping[str, object]  # those that all ranks must give alike
-    runs_foreign_code: bool  # see `_runs_foreign_code`
+    runs_foreign_code: bool  # see the function of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +174,13 @@ class RankRestore:
     allow_pickle: bool
     memory_budget_bytes: int  # of the buffers beyond the state
 
-    def load(self, state: MutableMapping[str, Any]) -> Restored | None:
+    def load(
+        self, make_state: Callable[[int], MutableMapping[str, Any]], *, runs_foreign_code: bool
+    ) -> Restored | None:
         """Restore a checkpoint, in the block of the collective; None if the newest is asked for and there is none.
+
+        `make_state` returns the state for a step. `runs_foreign_code` is what the function of this name returns of the
+        state, or True if the state is not known yet.
 
         Ranks meet three times: to choose the checkpoint, before a byte is read, and before a value is applied. Where
         objects of the state run code that is not torch's, also after that; and, if each rank has read the manifest from
@@ -189,7 +194,7 @@ class RankRestore:
                 collective.set_activity("asking which checkpoint to restore")
                 read: list[bytes] = []  # on the coordinator: the manifest as stored, also if it is not sent
                 chosen = collective.gather(
-                    _Asked(self.request.shared(), _runs_foreign_code(state)),
+                    _Asked(self.request.shared(), runs_foreign_code),
                     lambda asked: collective.run_in_thread(partial(self._choose, asked, read)),
                 )
                 if chosen is None:
@@ -204,6 +209,7 @@ class RankRestore:
                     collective.gather(None, _require_no_failure)
                 del chosen
                 read.clear()
+                state = make_state(entry.step)
                 exchange = opened.enter_context(self._exchange()) if self.ranks.world_size > 1 else None
                 planned = self._plan(entry, manifest, state, made)
                 manifest = planned.manifest
@@ -216,6 +222,13 @@ class RankRestore:
                 collective.set_activity(f"reading step {entry.step}")
                 self.progress.begin(entry.step)
                 self._read_layers(manifest, layers, exchange, cohort, latency_seconds)
+                compared = planned.planner.comparison
+                left_out = compared.left_out(verdict.left_out)
+                baseline = None
+                if not (compared.kept or left_out):
+                    read_wants = (target.want for targets in layers for target in targets)
+                    whole = ((want.piece_first, want.piece_stop) for want in read_wants if want.runs is None)
+                    baseline = (entry.save_id, entry.manifest), Baseline.of_manifest(manifest).part(whole)
                 collective.set_activity(f"has read step {entry.step}, waiting for the others")
                 # Until then another rank may want what this rank has read, and a value is applied only if all can be.
                 collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)
@@ -223,8 +236,7 @@ class RankRestore:
                 planned.apply(state, self.ranks.rank, verdict)
                 if runs_foreign_code:
                     collective.gather(None, _require_no_failure)
-        counts, compared = self.store.counts.since(before), planned.planner.comparison
-        left_out = compared.left_out(verdict.left_out)
+        counts = self.store.counts.since(before)
         report = LoadReport(
             step=entry.step,
             save_id=entry.save_id,
@@ -246,11 +258,7 @@ class RankRestore:
             created=entry.created,
         )
         self.progress.close(str(report) if self.ranks.is_coordinator else None)
-        if compared.kept or left_out:
-            return Restored(report, None)
-        read_wants = (target.want for targets in layers for target in targets)
-        whole = ((want.piece_first, want.piece_stop) for want in read_wants if want.runs is None)
-        return Restored(report, ((entry.save_id, entry.manifest), Baseline.of_manifest(manifest).part(whole)))
+        return Restored(report, baseline)
 
     # ---- which checkpoint
 
@@ -467,7 +475,7 @@ class RankRestore:
             read(self.store, targets=targets, memory_budget_bytes=self.memory_budget_bytes, plan=plan)
 
 
-def _runs_foreign_code(state: object) -> bool:
+def runs_foreign_code(state: object) -> bool:
     """Return whether objects of a state make or take their values by code that is neither torch's nor of this package.
 
     Such code may fail on one rank alone, or call collectives of torch, as the older FSDP does.

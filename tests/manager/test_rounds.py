@@ -129,8 +129,8 @@ def test_code_of_the_user() -> None:
     own = [Renaming(2, 2), _hooked(nn.Linear(2, 2)), PerRank(Foreign()), torch.optim.Muon([torch.zeros(2, 2)])]
     own.append(_with_load_hook(torch.optim.SGD([torch.zeros(2)])))
     of_torch = [nn.Linear(2, 2), torch.optim.SGD([torch.zeros(2)]), PerRank(RandomStates()), {"a": 1}, torch.zeros(1)]
-    assert [rank_restore._runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in own] == [True] * 5
-    assert [rank_restore._runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in of_torch] == [False] * 5
+    assert [rank_restore.runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in own] == [True] * 5
+    assert [rank_restore.runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in of_torch] == [False] * 5
 
 
 def _hooked(module: nn.Module) -> nn.Module:
@@ -141,6 +141,31 @@ def _hooked(module: nn.Module) -> nn.Module:
 def _with_load_hook(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.register_load_state_dict_pre_hook(lambda *_: None)
     return optimizer
+
+
+def test_a_function_of_the_step_that_is_restored() -> None:
+    """The step is known to all ranks when it is called; in one restore, where two were needed. None without a run."""
+    memory = MemoryStore()
+    with manager_threads(2, memory) as ranks:
+        assert ranks.values(lambda _rank, manager: manager.restore(lambda step: {"uncalled": 1 / 0})) == [None] * 2
+        save(ranks, 3)
+    with manager_threads(2, memory) as ranks, counted_rounds() as rounds:
+        states = [state_of(rank) for rank in range(2)]
+
+        def restore(rank: int, manager: CheckpointManager, fails: bool = False) -> int | None:
+            def choose(step: int) -> State:
+                if rank == 1 and fails:
+                    raise ZeroDivisionError(f"in choose {step}")
+                return states[rank]
+
+            return manager.restore(choose)
+
+        assert ranks.values(restore) == [3, 3]
+        assert rounds == {"the restore": 4}
+        ended = ranks.run(lambda rank, manager: restore(rank, manager, fails=True))
+        assert isinstance(ended[1].error, ZeroDivisionError)
+        assert "in choose 3" in str(ended[0].error)
+    assert [state["own"].value for state in states] == [[rank, 3.0] for rank in range(2)]
 
 
 def test_one_rank_with_code_of_the_user_is_enough() -> None:
