@@ -61,7 +61,7 @@ class Layout:
 
     def names(self, stage: int) -> tuple[str, ...]:
         """Return the names of the tensors of a stage."""
-        return tuple(f"model.layers.{stage * 8 + n // 27}.block.{n % 27}.weight" for n in range(self.tensors))
+        return tuple(f"model.stage.{stage}.{n // 27}.block.{n % 27}.weight" for n in range(self.tensors))
 
     def offsets(self, hint: int) -> tuple[int, int]:
         """Return the offsets of a rank's chunk of any tensor of its stage."""
