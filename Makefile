@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck size pytest test test-hosts test-gpu test-frameworks campaign torture mutants demo bench docs dist clean
+.PHONY: help install lint format typecheck size pytest test test-hosts test-gpu test-frameworks campaign torture mutants scale demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ torture: $(INSTALLED) ## Run the campaign for an hour and print figures; TORTURE
 
 mutants: $(INSTALLED) ## Put 400 small faults into the package, one at a time, and list those that no test finds (two hours)
 	$(PYTHON) -m tests.support.mutants $(ARGS)
+
+scale: $(INSTALLED) ## Count what real ranks ask the key-value store; ARGS="--ranks 512" takes two minutes and 12 GiB
+	$(PYTHON) -m tests.scale.run $(ARGS)
 
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
 	$(PYTHON) examples/demo.py

@@ -35,8 +35,8 @@ from dcp_remote.storage.location import (
     SharedLocation,
     ThreadLocation,
     is_location,
+    join_job,
     require_budget,
-    require_shared,
     require_timeout,
 )
 from dcp_remote.storage.outages import name_speaker
@@ -175,7 +175,7 @@ class RemoteReader(StorageReader):
         self._load.manifest = None
         try:
             self._load.raise_refusal()
-            require_shared(self._load.location, default_world_size())
+            join_job(self._load.location, default_world_size())
             manifest = read_manifest(self._store, step=self._step, retry_seconds=self._timeout_seconds)
             metadata = to_dcp_metadata(manifest)
         except Exception as error:  # noqa: BLE001  # raised when the metadata is used

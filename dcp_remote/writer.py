@@ -39,6 +39,7 @@ from dcp_remote.run.commit import Slot
 from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode
+from dcp_remote.saving.manifest_size import require_room
 from dcp_remote.saving.packing import choose_shard_bytes, require_shard_bytes
 from dcp_remote.saving.plan_cache import describe_tensors
 from dcp_remote.saving.plan_table import require_held
@@ -53,8 +54,8 @@ from dcp_remote.storage.location import (
     SharedLocation,
     ThreadLocation,
     is_location,
+    join_job,
     require_budget,
-    require_shared,
     require_timeout,
 )
 from dcp_remote.storage.outages import name_speaker
@@ -275,7 +276,7 @@ class RemoteWriter(StorageWriter):
                 "it at True."
             )
         self._thread.raise_refusal()
-        require_shared(self._thread.location, default_world_size())
+        join_job(self._thread.location, default_world_size())
         name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
         cleanup = _Cleanup()
@@ -313,9 +314,11 @@ class RemoteWriter(StorageWriter):
         (`enable_plan_caching`), only ranks whose plans have changed are compared, and torch chooses the object's rank.
 
         Raises:
-            InvalidArgumentError: Ranks give a tensor different shapes or dtypes. Names all such tensors; nothing was
-                uploaded.
+            InvalidArgumentError: Ranks give a tensor different shapes or dtypes, or a manifest cannot hold so many
+                pieces; nothing was uploaded.
         """
+        sizes = [item.tensor_data.chunk.sizes for plan in plans for item in plan.items if item.tensor_data is not None]
+        require_room(sum(map(all, sizes)), offsets=sum(map(len, sizes)))
         described = [plan.storage_data if isinstance(plan.storage_data, _Described) else None for plan in plans]
         # Nearly always all ranks send the same bytes, which are unpacked once.
         unpacked = {packed: packed.unpack() for packed in dict.fromkeys(described) if packed is not None}
@@ -374,7 +377,7 @@ class RemoteWriter(StorageWriter):
         )
         future: Future[list[WriteResult]] = Future()
         # One result for all items is enough: torch only passes the results on to `finish`.
-        future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report)])
+        future.set_result([WriteResult(MetadataIndex(f"rank {save.rank}"), written, report.to_sent())])
         return future
 
     @replace_unpicklable_errors

@@ -82,15 +82,6 @@ class RetryPolicy:
     first_delay_seconds: float = 0.2  # longest pause after the first failure; doubled after each further one
     delay_seconds_max: float = 20.0  # longest pause after any failure
 
-    def __post_init__(self) -> None:
-        """Check the delays."""
-        if not 0 < self.first_delay_seconds <= self.delay_seconds_max:
-            raise InvalidArgumentError(
-                "first_delay_seconds must be above 0 and at most delay_seconds_max.",
-                first_delay_seconds=self.first_delay_seconds,
-                delay_seconds_max=self.delay_seconds_max,
-            )
-
     def delay_seconds(self, attempt: int, *, remaining_seconds: float, random: float) -> float | None:
         """Return the pause after the `attempt`-th failure (from 1) in seconds, or None to give up.
 

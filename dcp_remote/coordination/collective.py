@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -26,7 +26,13 @@ from dcp_remote.coordination.failure_detector import FailureDetector
 from dcp_remote.coordination.heartbeat import POLLING_SECONDS, one_line
 from dcp_remote.coordination.key_value import Client, HelperClient
 from dcp_remote.coordination.member import GroupMember
-from dcp_remote.coordination.messages import CollectiveKeys, Commit
+from dcp_remote.coordination.messages import (
+    CollectiveKeys,
+    Commit,
+    Contributions,
+    decode_answer,
+    encode_answers,
+)
 from dcp_remote.coordination.outcome import Cancelled, Outcome, Phase, Terms
 from dcp_remote.errors import DcpRemoteError
 
@@ -36,16 +42,10 @@ V = TypeVar("V")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Answers of the coordinator by their receiver: a rank, a group of ranks (`of-<n>`), or all (None).
-_Answers: TypeAlias = dict[int | str | None, object]
-
 # Longest pause between two looks for a key, and looks of all ranks together, of which the store does 6,800 a second for
-# one client (loopback): 2,000 leave it time for torch.
+# one client (loopback): 2,000 leave it time for torch. The first looks come twice as fast.
 _PAUSE_SECONDS_MAX = 0.25
 _LOOKS_PER_SECOND = 2000
-
-# Contributions that are waited for and read at a time: the rest stays in the store.
-_RANKS_PER_READ = 256
 
 # Longest text of the consequence of a cancellation, in the error that cancelled.
 _HERE_CHARACTERS_MAX = 500
@@ -95,11 +95,13 @@ class Collective:
         self.deadline = self._outcome.deadline
         self.has_failed_here = False
         self._on_leave = on_leave
-        self._polling = RetryPolicy(POLLING_SECONDS, max(_PAUSE_SECONDS_MAX, member.world_size / _LOOKS_PER_SECOND))
+        # The coordinator is alone in its looks; all other ranks make theirs at the same time.
+        seconds = 0.0 if member.is_coordinator else member.world_size / _LOOKS_PER_SECOND
+        self._polling = RetryPolicy(max(POLLING_SECONDS, seconds / 2), max(_PAUSE_SECONDS_MAX, seconds))
         self._client: HelperClient | None = None
         self._round = 0
-        # On the coordinator: keys of the answers that are in the store.
-        self._answer_keys: list[str] = []
+        # On the coordinator: sizes of the answers that are in the store, by key.
+        self._answers: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"Collective({self.what!r}, number={self.number}, rank={self._member.rank})"
@@ -114,9 +116,10 @@ class Collective:
         outcome = self._outcome
         cancelled, keys = outcome.leave(), outcome.keys
         if self._member.is_coordinator:
-            unread = self._failure_detector.unread_keys(keys) if error is not None else []
-            self._member.note_left_keys(keys.number, [keys.failed, *unread])
-            self._member.note_answers(keys.number, [keys.verdict, *self._answer_keys])
+            # Ranks may have contributed to this round, which is not over, or to the next.
+            unread = range(max(1, self._round), self._round + 2) if error is not None else ()
+            self._member.note_left_keys(keys.number, [keys.failed], map(keys.parts, unread))
+            self._member.note_answers(keys.number, [keys.verdict, *self._answers])
             if self._heartbeat is not None and self._heartbeat.is_asked:
                 self._heartbeat.enqueue(self._heartbeat.stop_asking)
             if error is not None and self._heartbeat is not None:
@@ -194,8 +197,8 @@ class Collective:
     def gather(self, value: V, decide: Callable[[list[V]], R]) -> R:
         """Send every rank's value to the coordinator, and return its decision on every rank.
 
-        Values are pickled, but for the coordinator's own. Each rank sets one key, and polls another; the coordinator
-        reads 256 values at a time, and deletes them.
+        Values are pickled, but for the coordinator's own. Each rank puts one key, and polls another, which all ranks
+        share. The coordinator deletes the values once it has put its decision.
 
         Args:
             value: Value of this rank.
@@ -205,58 +208,20 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-
-        def decide_for_all(values: list[V]) -> tuple[R, _Answers]:
-            answer = decide(values)
-            return answer, {None: answer}
-
-        return self._take_round(value, decide_for_all, shared=True)
+        return self._take_round(value, lambda values: [decide(values)] * len(values))
 
     def scatter(self, value: V, decide: Callable[[list[V]], Sequence[R]]) -> R:
         """Send every rank's value to the coordinator, and return on each rank its own of the answers.
 
         Args:
             value: Value of this rank.
-            decide: As for `gather`; returns one answer for each rank.
+            decide: As for `gather`; returns one answer for each rank. An object that is the answer to several ranks is
+                put once.
 
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-
-        def decide_for_each(values: list[V]) -> tuple[R, _Answers]:
-            own, *others = decide(values)
-            assert len(others) == len(values) - 1, "one answer for each rank"
-            return own, dict(enumerate(others, start=1))
-
-        return self._take_round(value, decide_for_each, shared=False)
-
-    def scatter_grouped(self, value: V, decide: Callable[[list[V]], tuple[Sequence[R], Sequence[int]]]) -> R:
-        """Send every rank's value to the coordinator, and return on each rank an answer that many ranks may share.
-
-        An answer is put once, however many ranks it is for.
-
-        Args:
-            value: Value of this rank.
-            decide: As for `gather`; returns the answers, and for each rank the number of its own.
-
-        Raises:
-            DcpRemoteError: The operation was cancelled; see the class for the error.
-        """
-
-        def decide_for_groups(values: list[V]) -> tuple[R, _Answers]:
-            answers, (own, *others) = decide(values)
-            # Numbers are put after the answers, so that a rank that has been told its number finds the answer.
-            of_groups: _Answers = {f"of-{number}": answer for number, answer in enumerate(answers)}
-            return answers[own], {**of_groups, **dict(enumerate(others, start=1))}
-
-        found = self._take_round(value, decide_for_groups, shared=False)
-        if self._member.is_coordinator:
-            return found
-        keys = self._outcome.keys
-        data = self._receive(keys.answer(self._round, f"of-{found}"), keys, shared=True)
-        if data is None:
-            raise self.failed(f"This rank is behind: {self.what} is over for the others.")
-        return pickle.loads(data)  # type: ignore[no-any-return]  # noqa: S301  # of a rank of this job
+        return self._take_round(value, decide)
 
     def run_in_thread(self, call: Callable[[], R]) -> R:
         """Make a call that may block forever, in a thread of its own, and return its result if the operation goes on.
@@ -330,13 +295,12 @@ class Collective:
 
     # ---- rounds, in the thread of the block
 
-    def _take_round(self, value: V, decide: Callable[[list[V]], tuple[R, _Answers]], *, shared: bool) -> R:
+    def _take_round(self, value: V, decide: Callable[[list[V]], Sequence[R]]) -> R:
         """Send every rank's value to the coordinator, and return the answer to this rank.
 
         Args:
             value: Value of this rank.
-            decide: Called on the coordinator; returns the answer to itself, and those to the others.
-            shared: The other ranks wait for the answer to all, not each for its own.
+            decide: Called on the coordinator; returns one answer for each rank.
         """
         self._outcome.raise_if_cancelled()
         self._round += 1
@@ -345,65 +309,55 @@ class Collective:
         if self._heartbeat is None:
             return decide([value])[0]
         if not self._member.is_coordinator:
-            answer: R = self._contribute(value, shared=shared)  # which `decide` made on the coordinator
+            answer: R = self._contribute(value)  # which `decide` made on the coordinator
             return answer
-        own, others = decide(self._collect(value))
-        self._publish({self._outcome.keys.answer(self._round, to): answer for to, answer in others.items()})
-        return own
+        contributions = self._collect()
+        others = range(1, self._member.world_size)
+        answers = decide([value, *(self._unpickle(rank, contributions.data.pop(rank)) for rank in others)])
+        assert len(answers) == self._member.world_size, "one answer for each rank"
+        self._publish(answers[1:], contributions)
+        return answers[0]
 
-    def _contribute(self, value: object, *, shared: bool) -> Any:
-        """Send this rank's value and return the answer; send again under each new number of the operation.
-
-        Args:
-            value: Value of this rank.
-            shared: Wait for the answer to all ranks, not for this rank's own.
-        """
-        data, rank = pickle.dumps(value), self._member.rank
+    def _contribute(self, value: object) -> Any:
+        """Send this rank's value and return the answer; send again under each new number of the operation."""
+        outcome, rank = self._outcome, self._member.rank
+        part = pickle.dumps({rank: pickle.dumps(value)})
         while True:
-            self._ask(self._read_verdicts)
-            self._outcome.raise_if_cancelled()
-            keys = self._outcome.keys
-            key = keys.contribution(self._round, rank)
-            self._ask(lambda client, key=key: client.put(key, data))  # type: ignore[misc]  # mypy infers no default
-            answer = self._receive(keys.answer(self._round, None if shared else rank), keys, shared=shared)
-            if answer is not None:
-                self._outcome.phase = Phase.MET
-                return pickle.loads(answer)  # noqa: S301  # of a rank of this job
+            # Once all ranks have met, the heartbeat's thread is soon enough.
+            if not (outcome.has_met or self._member.last_met == outcome.keys.number - 1):
+                self._ask(self._read_verdicts)
+            outcome.raise_if_cancelled()
+            keys, pauses = outcome.keys, self._polling.growing_delays()
+            series, key = keys.parts(self._round), keys.answer(self._round)
+            self._ask(partial(Client.append, series=series, value=part))
+            outcome.wait(next(pauses))  # the coordinator has not even looked yet
+            answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            if answers is not None:
+                break
+            self._ask(partial(Client.delete_series, series=series))  # the coordinator never comes under this number
+        outcome.meet()
+        return decode_answer(key, answers, rank, self._read_block)
 
-    def _receive(self, key: str, keys: CollectiveKeys, *, shared: bool) -> bytes | None:
-        """Wait for a value and return it; None once the operation has other keys. Deletes the value unless shared."""
-        while self._wait_for([key], keys):
-            answer = self._ask(lambda client: client.get(key) if shared else client.take_many([key])[0])
-            if answer:
-                return answer
-            # Deleted since it was seen: the coordinator is over 64 operations on, which the next look finds out.
-        return None
+    def _read_block(self, key: str) -> bytes:
+        block = self._ask(lambda client: client.get(key))
+        if not block:
+            raise self.failed(f"This rank is behind: {self.what} is over for the others.")
+        return block
 
-    def _collect(self, value: V) -> list[V]:
-        """Return the values of all ranks, by rank; wait again under each new number of the operation."""
-        self._ask(self._delete_left_keys_and_read_verdicts)
+    def _collect(self) -> Contributions:
+        """Return the contributions of all other ranks; wait again under each new number of the operation."""
+        if not self._outcome.has_met:
+            self._ask(self._delete_left_keys_and_read_verdicts)
         self._failure_detector.is_waiting = True
-        values: list[V] | None = None
-        while values is None:
-            values = self._collect_under(self._outcome.keys, value)
+        has_all = None
+        while has_all is None:
+            keys = self._outcome.keys
+            contributions = Contributions(keys.parts(self._round), range(1, self._member.world_size))
+            self._failure_detector.expect(self._round, contributions)
+            has_all = self._wait_for(contributions.read, keys, self._polling.growing_delays())
         self._failure_detector.is_waiting = False
-        self._outcome.phase = Phase.MET
-        return values
-
-    def _collect_under(self, keys: CollectiveKeys, value: V) -> list[V] | None:
-        """Return the values of all ranks; None once the operation has other keys."""
-        values, others = [value], range(1, self._member.world_size)
-        self._failure_detector.expect(self._round, others)
-        for first in range(0, len(others), _RANKS_PER_READ):
-            ranks = others[first : first + _RANKS_PER_READ]
-            contributions = keys.contributions(self._round, ranks)
-            if not self._wait_for(contributions, keys):
-                return None
-            # Before the contributions are deleted: the failure detector must not find them missing.
-            self._failure_detector.expect(self._round, others[first + _RANKS_PER_READ :])
-            read = self._ask(lambda client, some=contributions: client.take_many(some))  # type: ignore[misc]  # as above
-            values += map(self._unpickle, ranks, read)
-        return values
+        self._outcome.meet()
+        return contributions
 
     def _unpickle(self, rank: int, data: bytes) -> Any:
         try:
@@ -413,30 +367,35 @@ class Collective:
             message = f"The coordinator cannot unpickle what rank {name} sent; {self.what} was given up."
             raise self.failed(message, rank=rank, cause=error) from error
 
-    def _publish(self, answers: Mapping[str, object]) -> None:
-        """Put the answers, and delete those of the round before: ranks that contributed to this round have read them.
+    def _publish(self, answers: Sequence[object], contributions: Contributions) -> None:
+        """Put the answers to the other ranks, and delete what they have sent to get them, and the answers before.
 
         In the commit phase an error is only logged, since it changes nothing of what was decided.
         """
-        data = {key: pickle.dumps(answer) for key, answer in answers.items()}
+        data = encode_answers(self._outcome.keys.answer(self._round), answers)
         if not self._outcome.is_committing:
             self._outcome.raise_if_cancelled()
-        old_keys, self._answer_keys = self._answer_keys, [*self._answer_keys, *data]
-        self._failure_detector.expect(self._round + 1, range(1, self._member.world_size))
+        # All ranks have contributed to this round, and so have read the answers of the one before.
+        old, new = self._answers, {key: len(answer) for key, answer in data.items()}
+        self._answers = {**old, **new}
+        self._failure_detector.expect(self._round + 1)
         try:
-            self._ask(partial(self._put_answers, data, old_keys))
-            self._answer_keys = list(data)
+            self._ask(partial(self._put_answers, data, old, contributions))
+            self._answers = new
         except DcpRemoteError as error:
             if not self._outcome.is_committing:
                 raise
             logger.warning("%s: the other ranks could not be told that it has ended: %s", self.what, error)
 
-    def _put_answers(self, data: Mapping[str, bytes], old_keys: Iterable[str], client: Client) -> None:
+    def _put_answers(
+        self, data: Mapping[str, bytes], old: Mapping[str, int], contributions: Contributions, client: Client
+    ) -> None:
         for key, answer in data.items():
             client.put(key, answer)
-        # Also makes sure that the answers have arrived before this rank's next heartbeat says that it has gone on.
-        client.has([next(iter(data))])
-        client.delete(old_keys)
+        # The store's answer to a deletion says that the answers have arrived, before a heartbeat says that this rank
+        # has gone on.
+        contributions.delete(client)
+        client.delete(old, old)
         self._member.delete_left_keys(client, self._outcome.keys.number, have_all_come=True)
 
     def _delete_left_keys_and_read_verdicts(self, client: Client) -> None:
@@ -450,17 +409,18 @@ class Collective:
         while self._outcome.read_verdict(client):
             self._outcome.raise_if_cancelled()
 
-    def _wait_for(self, wanted: Sequence[str], keys: CollectiveKeys) -> bool:
-        """Wait until all wanted keys exist; return False once the operation has other keys than `keys`.
+    def _wait_for(self, look: Callable[[Client], T], keys: CollectiveKeys, pauses: Iterator[float]) -> T | None:
+        """Look until something is found, and return it; None once the operation has other keys than `keys`.
 
         Raises:
             DcpRemoteError: The operation was cancelled.
         """
-        outcome, pauses = self._outcome, self._polling.growing_delays()
+        outcome = self._outcome
         while outcome.keys is keys:
             status = outcome.coordinator_status()
-            if self._ask(lambda client: client.has(wanted)):
-                return True
+            found = self._ask(look)
+            if found:
+                return found
             # The coordinator posts its verdict before it publishes that it has left. The verdict is read first: a rank
             # that followed without it would take part in the next operation of the same name.
             if (
@@ -472,7 +432,7 @@ class Collective:
                 outcome.end_without_verdict(status, keys)
             outcome.raise_if_cancelled()
             outcome.wait(next(pauses))
-        return False
+        return None
 
     def _ask(self, request: Callable[[Client], T]) -> T:
         """Make a request to the store and return its answer, for as long as the operation goes on.

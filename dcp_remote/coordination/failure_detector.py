@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.member import GroupMember
-from dcp_remote.coordination.messages import CollectiveKeys, Commit
+from dcp_remote.coordination.messages import Commit, Contributions
 from dcp_remote.coordination.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -39,27 +39,22 @@ class FailureDetector:
     """
 
     def __init__(self, member: GroupMember, outcome: Outcome) -> None:
-        """Expect all contributions to the first round."""
+        """Expect the first round."""
         self._member = member
         self._heartbeat = member.heartbeat
         self._outcome = outcome
         self._terms = outcome.terms
-        # On the coordinator: the round, and the ranks whose contributions to it are not read yet.
-        self._missing: tuple[int, Sequence[int]] = (1, range(1, member.world_size))
+        # On the coordinator: the round, and the contributions to it if the coordinator reads them already.
+        self._expected: tuple[int, Contributions | None] = (1, None)
         self.is_waiting = False
         self._has_asked = False
         self._warn_seconds = _WARN_SECONDS
         # On the coordinator, by rank: the heartbeat in which a rank was first seen in another operation of this number.
         self._elsewhere: dict[int, int] = {}
 
-    def expect(self, round_number: int, ranks: Sequence[int]) -> None:
-        """Note whose contributions to a round are not read yet; all others are."""
-        self._missing = (round_number, ranks)
-
-    def unread_keys(self, keys: CollectiveKeys) -> list[str]:
-        """Return the keys of the contributions that are not read yet."""
-        round_number, ranks = self._missing
-        return keys.contributions(round_number, ranks)
+    def expect(self, round_number: int, contributions: Contributions | None = None) -> None:
+        """Note the round that is expected, and its contributions if the coordinator reads them already."""
+        self._expected = (round_number, contributions)
 
     def check(self, client: Client) -> None:
         """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
@@ -70,14 +65,14 @@ class FailureDetector:
         self._ask_positions(client)
         if not self._member.is_coordinator:
             status = outcome.coordinator_status()
-            if not outcome.read_verdict(client) and status is not None:
+            if status is not None and outcome.may_have_verdict(status) and not outcome.read_verdict(client):
                 outcome.skip_deleted_verdicts(status)
             self._end_if_silent()
             self._end_if_absent(client, [0])
         elif not outcome.is_committing and not outcome.read_verdict(client):
             self._end_if_silent()
             self._end_if_elsewhere()
-            self._end_if_absent(client, self._missing[1])
+            self._end_if_absent(client, self._unread_ranks())
             if outcome.time_limit.expired():
                 self._end_as_late(client)
 
@@ -86,6 +81,19 @@ class FailureDetector:
         self._outcome.check_time_and_store()
         if not self._outcome.has_left and self._outcome.error is None:
             self._end_if_absent(None, [0])
+
+    def _unread_ranks(self) -> list[int]:
+        """Return the ranks whose contributions the coordinator has not read."""
+        _, contributions = self._expected
+        return [*range(1, self._member.world_size)] if contributions is None else sorted(contributions.missing)
+
+    def _missing_ranks(self, client: Client) -> list[int]:
+        """Return the ranks whose contributions are not in the store either; the coordinator may be busy elsewhere."""
+        series = self._outcome.keys.parts(self._expected[0])
+        contributions = Contributions(series, self._unread_ranks())
+        if client.has([series]):  # to ask for a count that was deleted would put it again
+            contributions.read(client)
+        return sorted(contributions.missing)
 
     def _ask_positions(self, client: Client) -> None:
         """Ask once where others are, if they do not come soon. A rank that is in a call of this package is coming."""
@@ -115,7 +123,7 @@ class FailureDetector:
             client: Client of the heartbeat; None on a rank that has no store yet.
             ranks: Ranks without which the operation cannot begin.
         """
-        outcome, missing = self._outcome, self._missing
+        outcome, expected = self._outcome, self._expected
         keys = outcome.keys
         seconds = outcome.time_limit.elapsed_seconds()
         if (
@@ -125,12 +133,12 @@ class FailureDetector:
         ):
             return
         absent = [rank for rank in ranks if not self._is_coming(rank)]
-        if client is not None and self._member.is_coordinator:
+        if absent and client is not None and self._member.is_coordinator:
             # In a large group the heartbeats of a few hundred ranks are found at a time, a contribution at once.
-            present = client.present(keys.contributions(1, absent))
-            absent = [rank for rank in absent if keys.contribution(1, rank) not in present]
-        if not absent or self._missing is not missing:
-            return  # contributions were read meanwhile; the next heartbeat looks again
+            missing = set(self._missing_ranks(client))
+            absent = [rank for rank in absent if rank in missing]
+        if not absent or self._expected is not expected:
+            return  # the contributions were deleted meanwhile; the next heartbeat looks again
         subject = f"{outcome.name_ranks(absent)} {'has' if len(absent) == 1 else 'have'}"
         begin = (
             f"{subject} not called {outcome.what} within {seconds:.0f} s of rank {outcome.name_rank(self._member.rank)}"
@@ -166,7 +174,7 @@ class FailureDetector:
         """End the operation if the coordinator waits for the contribution of a rank that will never give it."""
         outcome, keys = self._outcome, self._outcome.keys
         never, names = list[int](), set[str]()
-        for rank in self._missing[1] if self.is_waiting else ():
+        for rank in self._unread_ranks() if self.is_waiting else ():
             status = None if self._heartbeat is None else self._heartbeat.last(rank)
             if status is None:
                 continue
@@ -189,13 +197,10 @@ class FailureDetector:
 
     def _end_as_late(self, client: Client) -> None:
         """End the operation at its deadline, naming the ranks without a contribution, or the coordinator itself."""
-        missing = round_number, ranks = self._missing
-        outcome, is_coordinator_late = self._outcome, not self.is_waiting
-        keys = outcome.keys
-        present = client.present(keys.contributions(round_number, ranks))
-        if self._missing is not missing:
-            return  # contributions were read meanwhile; the next heartbeat looks again
-        late = [rank for rank in ranks if keys.contribution(round_number, rank) not in present]
+        expected, outcome, is_coordinator_late = self._expected, self._outcome, not self.is_waiting
+        late = self._missing_ranks(client)
+        if self._expected is not expected:
+            return  # the contributions were deleted meanwhile; the next heartbeat looks again
         if is_coordinator_late or not late:
             late.insert(0, 0)
         message = f"{outcome.name_ranks(late)} did not report by the deadline; {outcome.what} was given up."

@@ -5,6 +5,7 @@ Ranks meet in the key-value store of the process group, never in a torch collect
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -12,11 +13,13 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.common.descriptors import find_store_shortage
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.heartbeat import (
     POLLING_SECONDS,
@@ -34,6 +37,8 @@ from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.coordination.outcome import Terms
 from dcp_remote.coordination.use_counter import UseCounter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
+
+logger = logging.getLogger(__name__)
 
 # Time for the store to say which answer came first.
 _ANSWER_SECONDS = 5.0
@@ -127,6 +132,8 @@ class RankGroup:
         if world_size == 1:
             return cls(rank, world_size, None)
         store = _get_default_store()
+        if dist.get_rank() == 0 and (address := address_of(store)) is not None:
+            _warn_of_shortage(address.host, dist.get_world_size())
         own_store = dist.PrefixStore(f"dcp_remote/{group.group_name}", store)
         uses = UseCounter(incarnation_of(group, rank), own_store, name, rank, world_size)
         return cls(rank, world_size, uses, beat_seconds=beat_seconds, store_address=address_of(store))
@@ -409,6 +416,12 @@ class RankGroup:
 def default_world_size() -> int:
     """Return the world size of the default process group; 1 where torch.distributed is not initialized."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@cache  # once
+def _warn_of_shortage(host: str, ranks: int) -> None:
+    if shortage := find_store_shortage(host, ranks):
+        logger.warning(shortage)
 
 
 def _note_inherited_group() -> None:

@@ -18,8 +18,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -37,7 +37,7 @@ HEARTBEAT_SECONDS = 1.0
 # First pause between two looks for a key or a store, of ranks that arrive together; each is longer than the one before.
 POLLING_SECONDS = 0.005
 
-# A heartbeat costs some three operations on one server, which does some 6,800 a second (one client, loopback) and has
+# A heartbeat costs two operations on one server, which does some 6,800 a second (one client, loopback) and has
 # torch's own work to do: at 10,000 ranks one heartbeat every ten seconds is 3,000 operations a second.
 _RANKS_PER_BEAT_SECOND = 1000
 
@@ -116,6 +116,7 @@ class RankStatus:
         is_calling: True if that thread is in a call of this package, outside an operation; known as `where` is.
         host: Name of the rank's host, as that host knows it.
         pid: Identifier of the rank's process on that host.
+        notices: Announcements of the coordinator to all ranks: a number by name. Empty on other ranks.
     """
 
     count: int
@@ -128,6 +129,7 @@ class RankStatus:
     is_calling: bool = False
     host: str = ""
     pid: int = 0
+    notices: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the value that is put into the store."""
@@ -163,8 +165,8 @@ class LivenessMonitor:
         return list(self._changed_at)
 
     def record(self, rank: int, status: RankStatus, now: float) -> None:
-        """Record the status that the store has now; the rank was heard if its status has changed."""
-        if self._last.get(rank) != status:
+        """Record the status that the store has now of a watched rank, which was heard if its status has changed."""
+        if rank in self._changed_at and self._last.get(rank) != status:
             self._last[rank] = status
             self._changed_at[rank] = now
 
@@ -180,9 +182,10 @@ class LivenessMonitor:
 class Heartbeat:
     """Thread that publishes this rank's status from `start` until `close`, and watches others during an operation.
 
-    The thread is a daemon: it keeps no process alive, and ends quietly when the store is gone. A heartbeat costs a
-    `set` and a `check`; while ranks are watched, also a `multi_get` per thousand ranks that were heard before, and up
-    to 544 operations while 512 ranks or more were not. After `close` the last status stays in the store.
+    The thread is a daemon: it keeps no process alive, and ends quietly when the store is gone. A heartbeat costs two
+    operations: it sets the rank's status, and reads that of rank 0, the coordinator, which announces what all ranks
+    need to know. While the coordinator watches ranks, a `multi_get` per thousand ranks that were heard before is added,
+    and up to 544 operations while 512 ranks or more were not. After `close` the last status stays in the store.
 
     Hooks, queued actions and `farewell` are called in the helper thread that makes the requests. If its connection is
     silent, the helper thread is left behind: its next request raises, and another one does again what had not ended.
@@ -201,7 +204,8 @@ class Heartbeat:
 
     Attributes:
         delay_seconds_max: Delay of a heartbeat, in seconds, beyond which its rank is not just a little late.
-        is_asked: True while a rank asks where the others are; then each heartbeat outside of operations says so.
+        is_asked: True while a rank asks where this one is; then each heartbeat outside of operations says so. On the
+            coordinator also while it asks itself.
     """
 
     def __init__(
@@ -244,10 +248,11 @@ class Heartbeat:
         self._heard: set[int] = set()
         self._unheard_from = 0
         self._hooks: list[Callable[[Client], None]] = []
-        self._outbox: deque[Callable[[Client], None]] = deque()
+        self._outbox: deque[Callable[[Client], object]] = deque()
         self._wake = threading.Event()
         self._logged: str | None = None
         self.is_asked = False
+        self._notices: dict[str, int] = {}
         self._is_closing = False
         self._farewell_end = self._close_end = 0.0
         self._says_goodbye, self._has_news = True, False
@@ -377,7 +382,7 @@ class Heartbeat:
         }
         return {rank: silence for rank, silence in silences.items() if silence >= seconds}
 
-    def enqueue(self, action: Callable[[Client], None]) -> None:
+    def enqueue(self, action: Callable[[Client], object]) -> None:
         """Queue an action for the thread, which wakes up at once and does queued actions first, in order.
 
         Never blocks, never raises. An action whose connection falls silent is done again over the next.
@@ -393,17 +398,31 @@ class Heartbeat:
         """Stop calling a function that `add_hook` added."""
         self._hooks = [kept for kept in self._hooks if kept != hook]
 
-    @staticmethod
-    def ask_positions(client: Client) -> None:
-        """Ask all ranks of the group that are in no operation where they are; one operation on the store."""
-        client.put(_ASKED_KEY, b"1")
+    def announce(self, name: str, number: int) -> None:
+        """Publish a number to all ranks at once, in the coordinator's `RankStatus.notices`; from any thread."""
+        if self._notices.get(name, 0) != number:
+            self._notices = {**self._notices, name: number}
+            self._wake.set()
 
-    @staticmethod
-    def stop_asking(client: Client) -> None:
-        """Take the question back; one operation on the store."""
+    def announced(self, name: str) -> int:
+        """Return the number that the coordinator has announced last, as far as this rank knows; 0 if there is none."""
+        status = self._last_known.get(0)
+        return 0 if status is None else status.notices.get(name, 0)
+
+    def ask_positions(self, client: Client) -> None:
+        """Ask where ranks are that are in no operation: the coordinator asks all others, any other the coordinator."""
+        if self._rank == 0:
+            self.is_asked = True
+            self.announce(_ASKED, 1)
+        else:
+            client.put(_ASKED_KEY, b"1")
+
+    def stop_asking(self, client: Client) -> None:
+        """Take all questions back; on the coordinator."""
+        self.announce(_ASKED, 0)
         client.delete([_ASKED_KEY])
 
-    def read(self, client: Client, ranks: Sequence[int]) -> dict[int, RankStatus]:
+    def read(self, client: Client, ranks: Collection[int]) -> dict[int, RankStatus]:
         """Return the status of those ranks that ever had a heartbeat; in the thread of the hooks only."""
         unheard = [rank for rank in ranks if rank not in self._heard]
         if len(unheard) > _UNHEARD_PER_BEAT:
@@ -533,7 +552,8 @@ class Heartbeat:
         Raises:
             _ClosedError: This heartbeat was closed before; with news, the time of `close` is over.
         """
-        pauses = RetryPolicy(POLLING_SECONDS, max(POLLING_SECONDS, self._beat_seconds)).growing_delays()
+        first_seconds = POLLING_SECONDS * max(1.0, self._beat_seconds / HEARTBEAT_SECONDS)  # many ranks look together
+        pauses = RetryPolicy(first_seconds, max(first_seconds, self._beat_seconds)).growing_delays()
         while (store := self._open_store()) is None:
             may_wait = not self._says_goodbye or (self._has_news and self._clock() < self._close_end)
             if self._is_closing and not may_wait:
@@ -570,21 +590,29 @@ class Heartbeat:
         count = self._count = self._count + 1
         is_asked = self.is_asked and not status.is_inside
         position = position_of(self._caller) if is_asked else CallPosition()
-        status = replace(status, count=count, where=one_line(position.where), is_calling=position.is_calling)
+        where, is_calling = one_line(position.where), position.is_calling
+        # After the outbox is emptied: what it puts is there before it is announced.
+        status = replace(status, count=count, where=where, is_calling=is_calling, notices=self._notices)
         client.put(_status_key(self._rank), status.encode())
-        # Each heartbeat needs an answer: a stopped host takes what is put, and gives none.
-        was_asked, self.is_asked = self.is_asked, client.has([_ASKED_KEY])
+        was_asked, self.is_asked = self.is_asked, self._read_others(client)
         if self.is_asked and not was_asked:
             self._wake.set()  # the next heartbeat, which has the position, follows at once
         self._answered_count = count
-        monitor = self._monitor
-        self._watched_at = self._watch_clock()
-        if monitor is not None:
-            for rank, rank_status in self.read(client, monitor.ranks).items():
-                monitor.record(rank, rank_status, self._watched_at)
-                self._last_known[rank] = rank_status
         for hook in self._hooks:
             self._call(hook, client)
+
+    def _read_others(self, client: Client) -> bool:
+        """Read the statuses of the coordinator and of watched ranks; return whether this rank is asked where it is."""
+        # Each heartbeat needs an answer: a stopped host takes what is put, and gives none.
+        is_coordinator, monitor = self._rank == 0, self._monitor
+        is_asked = is_coordinator and (client.has([_ASKED_KEY]) or self._notices.get(_ASKED, 0) > 0)
+        watched = [] if monitor is None else monitor.ranks
+        self._watched_at = self._watch_clock()
+        for rank, status in self.read(client, watched if is_coordinator else {0, *watched}).items():
+            self._last_known[rank] = status
+            if monitor is not None:
+                monitor.record(rank, status, self._watched_at)
+        return is_asked if is_coordinator else self.announced(_ASKED) > 0
 
     def _empty_outbox(self, client: Client) -> None:
         while self._outbox:
@@ -593,7 +621,7 @@ class Heartbeat:
             if self._outbox[0] is action:
                 self._outbox.popleft()
 
-    def _call(self, hook: Callable[[Client], None], client: Client) -> None:
+    def _call(self, hook: Callable[[Client], object], client: Client) -> None:
         try:
             hook(client)
         except dist.DistNetworkError:
@@ -652,8 +680,9 @@ def read_statuses(client: Client, ranks: Iterable[int]) -> dict[int, RankStatus]
     return {keys[key]: RankStatus.decode(value) for key, value in zip(present, values, strict=True) if value}
 
 
-# Exists while a rank asks where the others are.
+# Exists while a rank asks where the coordinator is; and the coordinator's announcement that it asks the others.
 _ASKED_KEY = "beat/asked"
+_ASKED = "asked"
 
 
 def _status_key(rank: int) -> str:

@@ -47,7 +47,7 @@ class Incarnation:
         turns: Turns of the uses of this process, by name; see `use_counter`, also for what follows. The event of the
             last use is set once that use has its number.
         doubtful_since: Moment at which the count of a name became doubtful, by name.
-        published: Incarnations and names for which this process has published a count.
+        published: Count that this process has published last, by incarnation and name.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, joined: dict[str, Incarnation]) -> None:
@@ -61,13 +61,13 @@ class Incarnation:
         self._value: bytes | None = None
         self.turns: dict[str, threading.Event] = {}
         self.doubtful_since: dict[str, int] = {}
-        self.published: set[str] = set()
+        self.published: dict[str, int] = {}
 
     def find(self, client: Client, store: dist.Store) -> str | None:
         """Return the name; None as long as this rank has seen no sign of the coordinator's process.
 
-        The coordinator makes the name. Another rank calls this again and again, at two operations on the store each;
-        and also before each use of a known name, to go over to a new coordinator.
+        The coordinator makes the name. Another rank calls this again and again, at one operation on the store each; and
+        also before each use of a known name, to go over to a new coordinator.
 
         Args:
             client: Client of the store.
@@ -80,7 +80,7 @@ class Incarnation:
             raise dist.DistNetworkError("The process group was destroyed, and made again.")
         with self._lock:
             if self._rank != 0:
-                value = client.get(_KEY) if client.has([_KEY]) else b""
+                value = client.get(_KEY)
                 name = value.partition(b" ")[0].decode()
                 if self._value not in {value, None} and self._joined.setdefault(name, self) is self:
                     self._name = name

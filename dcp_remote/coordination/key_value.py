@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -110,11 +110,14 @@ class Client:
         found: set[str] = set()
         for first in range(0, len(keys), _KEYS_PER_LOOK):
             some_keys = keys[first : first + _KEYS_PER_LOOK]
-            found.update(some_keys if self.has(some_keys) else [key for key in some_keys if self.has([key])])
+            if self.has(some_keys):
+                found.update(some_keys)
+            elif len(some_keys) > 1:
+                found.update(key for key in some_keys if self.has([key]))
         return found
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that exists; b"" if the key is deleted meanwhile."""
+        """Return the value of a key, or b"" at once if the key does not exist; one operation for up to 4 MiB."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
@@ -124,16 +127,10 @@ class Client:
         """
         return self._read_all(keys) or [b"" for _ in keys]
 
-    def take_many(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that exist, as `get_many`, and delete the keys; none if one of them is missing."""
-        values = self._read_all(keys)
-        if values is None:
-            return [b"" for _ in keys]
-        for key, value in zip(keys, values, strict=True):
-            for number in range(max(1, -(-len(value) // _PART_BYTES_MAX))):
-                self._store.delete_key(_part_key(key, number))
-        self._on_answer()
-        return values
+    def get_present(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Return the values of those keys that exist and are not empty, by key: as `present` and `get_many`."""
+        found = list(keys if len(keys) == 1 else self.present(keys))
+        return {key: value for key, value in zip(found, self.get_many(found), strict=True) if value}
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of a key; a value of several parts must not replace another.
@@ -146,18 +143,23 @@ class Client:
             self._store.set(_part_key(key, number), part)  # type: ignore[arg-type]  # bytes are taken
         self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]  # as above
 
-    def put_first(self, key: str, value: bytes) -> None:
-        """Set the value of a key unless the key exists; at most 4 MiB."""
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Set the value of a key unless the key exists, and return its value; at most 4 MiB."""
         assert len(value) <= _PART_BYTES_MAX, "a value of several parts cannot be set at once"
         head = (1).to_bytes(4, "little") + value
-        self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
+        now = self._store.compare_set(key, b"", head)  # type: ignore[arg-type]  # as above
         self._on_answer()
+        return bytes(now[4:])
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter, which begins with 0, and return its value; no other method takes the key but `present`."""
         total = self._store.add(key, number)
         self._on_answer()
         return total
+
+    def append(self, series: str, value: bytes) -> None:
+        """Put a value under the next key of a series, whose counter has the name of the series: two operations."""
+        self.put(series_key(series, self.add(series, 1)), value)
 
     def replace(self, key: str, value: bytes, by: bytes) -> bool:
         """Replace the value of a key if it is `value`, and return whether it was; both at most 4 MiB."""
@@ -166,15 +168,25 @@ class Client:
         self._on_answer()
         return now == head + by
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete those keys that exist, with all parts of their values."""
+    def delete(self, keys: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
+        """Delete those keys that exist, with all parts of their values.
+
+        `sizes` has the bytes of values whose sizes are known: they cost one operation for each part, others one more.
+        """
         for key in keys:
+            size = (sizes or {}).get(key)
             self._store.delete_key(key)
             number = 1
-            while self._store.check([_part_key(key, number)]):
+            while self._store.check([_part_key(key, number)]) if size is None else number * _PART_BYTES_MAX < size:
                 self._store.delete_key(_part_key(key, number))
                 number += 1
         self._on_answer()
+
+    def delete_series(self, series: str) -> None:
+        """Delete the keys of a series that were appended so far, and the counter."""
+        count = self.add(series, 0)
+        self.delete([series_key(series, number) for number in range(1, count + 1)])
+        self.delete([series], {series: 0})
 
     def _read_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """Return the values of all keys; None if a key does not exist any more."""
@@ -286,6 +298,11 @@ def _sockets_to(address: StoreAddress) -> dict[int, int]:
                         if isinstance(peer, tuple) and peer[1] == address.port:
                             found[status.st_ino] = descriptor
     return found
+
+
+def series_key(series: str, number: int) -> str:
+    """Return a key of a series, counted from 1."""
+    return f"{series}/{number}"
 
 
 def _part_key(key: str, number: int) -> str:

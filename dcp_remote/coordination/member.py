@@ -30,6 +30,7 @@ class GroupMember:
         clock: Monotonic clock, in seconds.
         is_coordinator: True on rank 0.
         heartbeat: Heartbeat of this rank; None if it is the only one, or before the first operation.
+        last_met: Number of the last operation in which all ranks met, as this rank knows; -1 before the first.
     """
 
     def __init__(self, rank: int, world_size: int, clock: Callable[[], float]) -> None:
@@ -39,11 +40,13 @@ class GroupMember:
         self.clock = clock
         self.is_coordinator = rank == 0
         self.heartbeat: Heartbeat | None = None
+        self.last_met = -1
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle_clients: list[HelperClient] = []
         self._leftovers: dict[str, int] = {}  # number of the operation, by key
-        self._answers: dict[str, int] = {}  # the same
+        self._left_series: dict[str, int] = {}  # the same, by series
+        self._answers: dict[str, int] = {}  # the same, by key
 
     def take_client(self) -> HelperClient:
         """Return a client for the thread of an operation: an idle one, or another."""
@@ -61,14 +64,15 @@ class GroupMember:
         if not is_kept:
             client.close()
 
-    def note_left_keys(self, operation: int, keys: Iterable[str]) -> None:
-        """Note keys that an operation has left in the store, and that other ranks do not read; coordinator only.
+    def note_left_keys(self, operation: int, keys: Iterable[str], series: Iterable[str] = ()) -> None:
+        """Note keys and series that an operation has left in the store, and other ranks do not read; coordinator only.
 
         A single rank has no store.
         """
         with self._lock:
             if self.world_size > 1:
                 self._leftovers.update(dict.fromkeys(keys, operation))
+                self._left_series.update(dict.fromkeys(series, operation))
 
     def note_answers(self, operation: int, keys: Iterable[str]) -> None:
         """Note keys of an operation that other ranks may still have to read: answers, a verdict; coordinator only."""
@@ -89,11 +93,14 @@ class GroupMember:
         with self._lock:
             old = [key for key, operation in self._leftovers.items() if operation < before]
             old += [key for key, operation in self._answers.items() if operation < answers_before]
+            old_series = [key for key, operation in self._left_series.items() if operation < before]
         client.delete(old)
+        for series in old_series:
+            client.delete_series(series)
         with self._lock:  # only now: a connection that breaks leaves the keys to the next call
-            for key in old:
-                self._leftovers.pop(key, None)
-                self._answers.pop(key, None)
+            for key in [*old, *old_series]:
+                for noted in (self._leftovers, self._left_series, self._answers):
+                    noted.pop(key, None)
 
     def close(self) -> None:
         """Close the idle clients, and keep none from now on."""

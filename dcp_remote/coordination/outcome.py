@@ -31,6 +31,9 @@ from dcp_remote.errors import DcpRemoteError, StateMismatchError
 # Time after the deadline in which the coordinator says who is missing, before the others give up by themselves.
 GRACE_SECONDS = 2.0
 
+# Announcement of the coordinator: the number of the last operation that it has ended by a verdict.
+_VERDICT = "verdict"
+
 # Ranks whose activity an error tells.
 _RANKS_DESCRIBED_MAX = 16
 
@@ -143,6 +146,11 @@ class Outcome:
         """Error that cancelled the operation; None while it goes on."""
         return None if self.cancelled is None else self.cancelled.error
 
+    def meet(self) -> None:
+        """Note that all ranks have met in a round."""
+        self.phase = Phase.MET
+        self._member.last_met = self.keys.number
+
     def enter_commit(self) -> None:
         """Enter the commit phase: only the deadline cancels from here on. Coordinator only.
 
@@ -208,6 +216,10 @@ class Outcome:
         is_out = status.operation == number and status.what == self.what and not status.is_inside
         return status.is_closed or status.operation > number or is_out
 
+    def may_have_verdict(self, status: RankStatus) -> bool:
+        """Return whether there may be a verdict for this rank where this is the coordinator's status."""
+        return status.notices.get(_VERDICT, 0) >= self.keys.number or self.has_rank_left(status)
+
     def skip_deleted_verdicts(self, status: RankStatus) -> bool:
         """Go on to the oldest number that may have a verdict, if this rank is further behind; return whether it is.
 
@@ -242,10 +254,8 @@ class Outcome:
             client.put_first(keys.verdict, data)
             self._member.note_answers(keys.number, [keys.verdict])
         if self._renumber(keys, keys.number + 1) and is_coordinator:
-            others = range(1, self._member.world_size)
             operations = [keys, *map(keys.with_name, verdict.names)]
-            left = [key for operation in operations for key in operation.contributions(1, others)]
-            self._member.note_left_keys(keys.number, [keys.failed, *left])
+            self._member.note_left_keys(keys.number, [keys.failed], [one.parts(1) for one in operations])
         return True
 
     def _renumber(self, keys: CollectiveKeys, number: int) -> bool:
@@ -374,12 +384,19 @@ class Outcome:
             cancelled: End of the operation for the readers.
             also: Names of other operations under this number, which end as well.
         """
-        if self._heartbeat is not None:
-            key = self.keys.verdict if self._member.is_coordinator else self.keys.failed
+        heartbeat, keys = self._heartbeat, self.keys
+        if heartbeat is not None:
+            key = keys.verdict if self._member.is_coordinator else keys.failed
             names, error = frozenset([self.what, *also]), cancelled.error
             verdict = Verdict(names, str(error), pickle.dumps(error), cancelled.commit, cancelled.is_unattended)
             data = pickle.dumps(verdict)
-            self._heartbeat.enqueue(lambda client: client.put_first(key, data))
+
+            def post(client: Client) -> None:
+                client.put_first(key, data)
+                if self._member.is_coordinator:
+                    heartbeat.announce(_VERDICT, keys.number)
+
+            heartbeat.enqueue(post)
 
     def error_for_others(self, error: BaseException) -> DcpRemoteError:
         """Return the error that the other ranks raise for an error of this rank: the same, or `failed` if it is odd."""

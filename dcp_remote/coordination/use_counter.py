@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import uuid
 from collections.abc import Callable
 from functools import partial
 
@@ -140,14 +141,19 @@ class UseCounter:
             is_missed: As for `begin`.
         """
         known, own_key = self._incarnation, _count_key(prefix, self._rank)
-        published = client.add(own_key, 0)
-        is_new = published > 0 and prefix not in known.published  # among survivors: an earlier process has counted
-        count = 0 if is_new else published
-        is_doubtful = is_new or self._name in known.doubtful_since
-        number = self._number_by_others(client, prefix, count) if is_doubtful else count + 1
+        is_doubtful, is_new = self._name in known.doubtful_since, False
+        if prefix not in known.published:
+            first = _encode_count(1)
+            found = client.get(own_key) if is_missed or is_doubtful else client.put_first(own_key, first)
+            if found == first:
+                known.published[prefix] = 1
+                return 1
+            is_new = found != b""  # among survivors: an earlier process of this rank has counted
+        count = known.published.get(prefix, 0)
+        number = self._number_by_others(client, prefix, count) if is_new or is_doubtful else count + 1
         if not is_missed:
-            known.published.add(prefix)
-            client.add(own_key, number - published)
+            known.published[prefix] = number
+            client.put(own_key, _encode_count(number))
         return number
 
     def _number_by_others(self, client: Client, prefix: str, count: int) -> int:
@@ -158,13 +164,23 @@ class UseCounter:
         next after `count`.
         """
         keys = {_count_key(prefix, other): other for other in self._others}
-        counts = {keys[key]: client.add(key, 0) for key in client.present(list(keys))}
+        present = list(client.present(list(keys)))
+        counts = {keys[key]: _decode_count(value) for key, value in zip(present, client.get_many(present), strict=True)}
         newest = max(counts.values(), default=0)
         if newest <= count:
             return count + 1
         inside = [rank for rank, other_count in counts.items() if other_count == newest]
         statuses = read_statuses(Client(dist.PrefixStore(f"{prefix}/{newest}", self._store)), inside)
         return newest + 1 if any(status.is_closed for status in statuses.values()) else newest
+
+
+def _encode_count(count: int) -> bytes:
+    """Return the value of a count, which differs from that of an earlier process with the same count."""
+    return b"%d %s" % (count, uuid.uuid4().hex.encode())
+
+
+def _decode_count(value: bytes) -> int:
+    return int(value.partition(b" ")[0])
 
 
 def _count_key(prefix: str, rank: int) -> str:

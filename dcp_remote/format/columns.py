@@ -27,10 +27,14 @@ VALUE_MAX = 2**53
 ENTRIES_MAX = 2**25
 
 
-def encode_column(values: I64) -> str:
-    """Encode an int64 array of values from 0 to 2**53 as a column."""
-    assert values.dtype == np.int64, "differences of other dtypes could wrap around or be fractions"
-    differences = np.diff(values, prepend=np.int64(0))
+def encode_column(values: NDArray[np.integer[Any]]) -> str:
+    """Encode integers as a column; refuse what `sum_column` would refuse."""
+    if values.size > ENTRIES_MAX:
+        raise CorruptCheckpointError("The manifest is damaged: a column has too many entries.", entries_max=ENTRIES_MAX)
+    if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
+        raise CorruptCheckpointError("The manifest is damaged: a number in a column is out of bounds.")
+    # Differences of narrower integers could wrap around.
+    differences = np.diff(values.astype(np.int64), prepend=np.int64(0))
     for width, kind in _WIDTHS.items():
         bounds = np.iinfo(kind)
         if differences.size == 0 or (differences.min() >= bounds.min and differences.max() <= bounds.max):

@@ -158,9 +158,12 @@ class Head:
     replaces: tuple[str, ...]  # save_ids that it and its predecessors replaced, newest first
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Check a manifest and return the document to store; refuse one that a reader would refuse."""
-    check(manifest)
+def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
+    """Check a manifest and return the document to store; refuse one that a reader would refuse.
+
+    `is_known` as for `check`.
+    """
+    check(manifest, is_known=is_known)
     user = _encode(dict(manifest.user))
     if len(user) > USER_BYTES_MAX:
         raise InvalidArgumentError("The user metadata is too large.", bytes=len(user), limit_bytes=USER_BYTES_MAX)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,11 +18,17 @@ from dcp_remote.common.arrays import I64, sorted_unique
 COMPARISONS_MAX = 100_000_000
 
 
+# Layouts that are remembered: tensors of all layers have few different ones, each of up to a megabyte.
+_LAYOUTS_MAX = 64
+
+
 @dataclass(slots=True)
 class Comparisons:
-    """Pairs of boxes that may still be compared: one budget for all tensors of a manifest."""
+    """Pairs of boxes that may still be compared, and layouts that were: one budget for all tensors of a manifest."""
 
     left: int = COMPARISONS_MAX
+    # Shapes, offsets, sizes, and whether the boxes are a part.
+    tiled: set[tuple[tuple[int, ...], bytes, bytes, bool]] = field(default_factory=set)
 
 
 def why_not_tiled(
@@ -38,6 +44,17 @@ def why_not_tiled(
     Offsets and sizes have the shape [boxes, d], and are not negative; boxes without elements are ignored. Those of a
     part need not cover the tensor. An irregular layout is charged to the budget, or to a fresh one.
     """
+    known = comparisons or Comparisons()
+    layout = tuple(shape), offsets.tobytes(), sizes.tobytes(), is_part
+    if layout in known.tiled:
+        return None
+    reason = _compare(shape, offsets, sizes, known, is_part=is_part)
+    if reason is None and len(known.tiled) < _LAYOUTS_MAX:
+        known.tiled.add(layout)
+    return reason
+
+
+def _compare(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Comparisons, *, is_part: bool) -> str | None:
     if _is_stack(shape, offsets, sizes):
         return None
     elements = math.prod(shape)
@@ -54,7 +71,7 @@ def why_not_tiled(
         return "chunks overlap"
     if len(sizes) <= 1:
         return None
-    return _why_overlapping(offsets, sizes, comparisons or Comparisons())
+    return _why_overlapping(offsets, sizes, comparisons)
 
 
 def _is_stack(shape: Sequence[int], offsets: I64, sizes: I64) -> bool:

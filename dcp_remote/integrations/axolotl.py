@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,9 @@ import torch
 from accelerate.utils import broadcast_object_list
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
-from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from dcp_remote import ModelState, Run, is_remote, open_run
+from dcp_remote import Run, export_checkpoint, is_remote, open_run
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.integrations.transformers import remote
 
@@ -37,9 +37,6 @@ _SIMILARITY_MIN = 0.8
 _SECRET = re.compile("secret|token|password|key$|key_id|connection_string", re.IGNORECASE)
 
 _TOKENS_FILE = "tokens_state.json"
-
-# Size of one file of the final model, as in Transformers, and the memory that writing takes.
-_MODEL_FILE_BYTES_MAX = 5_000_000_000
 
 
 class RemoteCheckpointArgs(BaseModel):
@@ -195,10 +192,9 @@ def _save_model(
     save_model(output_dir, *args, **kwargs)
     if output_dir is None or output_dir != cfg.output_dir:
         return
-    options, state = cfg.remote_checkpoint_storage_options, trainer.state
-    run = open_run(cfg.remote_checkpoint_url, storage_options=dict(options) if options else None)
+    options, state = dict(cfg.remote_checkpoint_storage_options or {}) or None, trainer.state
+    run = open_run(cfg.remote_checkpoint_url, storage_options=options)
     step = state.best_global_step if trainer.args.load_best_model_at_end else state.global_step
-    sizes = {name: value.nbytes for name, value in ModelState(trainer.model).state_dict().items()}
     failure: Exception | None = None
     if trainer.args.process_index == 0:
         try:
@@ -208,7 +204,12 @@ def _save_model(
                     *(run.url, output_dir, step),
                 )
             else:
-                _export(run, step, sizes, Path(output_dir))
+                (Path(output_dir) / "model.safetensors").unlink(missing_ok=True)  # read in place of several files
+                # Into a folder of its own, since an export goes to an empty one.
+                with tempfile.TemporaryDirectory(dir=output_dir) as draft:
+                    for path in export_checkpoint(run.url, draft, step=step, storage_options=options, progress=False):
+                        if ".safetensors" in path.name:
+                            path.replace(Path(output_dir) / path.name)
         except Exception as error:  # noqa: BLE001  # raised below, on all ranks
             failure = error
     # As text, because not every error can be pickled: then the other ranks would wait for ever.
@@ -217,31 +218,3 @@ def _save_model(
         raise failure
     if text is not None:
         raise DcpRemoteError("The first rank could not write the final model.", output_dir=output_dir, cause=text)
-
-
-def _export(run: Run, step: int, sizes: Mapping[str, int], folder: Path) -> None:
-    """Write the model of a checkpoint so that `from_pretrained` reads it.
-
-    Args:
-        run: Run of the checkpoint.
-        step: Step of the checkpoint.
-        sizes: Size in bytes of each parameter and buffer, by name.
-        folder: Folder of the model's configuration.
-    """
-    groups: list[list[str]] = [[]]
-    used_bytes = 0
-    for name, size_bytes in sizes.items():
-        if groups[-1] and used_bytes + size_bytes > _MODEL_FILE_BYTES_MAX:
-            groups.append([])
-            used_bytes = 0
-        groups[-1].append(name)
-        used_bytes += size_bytes
-    (folder / "model.safetensors").unlink(missing_ok=True)  # of an earlier training: from_pretrained would prefer this
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups, 1):
-        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        weights = run.load(step, keys=[f"model.{name}" for name in names])["model"]
-        save_file({name: weights[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

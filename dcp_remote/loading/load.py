@@ -20,7 +20,7 @@ from dcp_remote.format.entry_names import no_match_error
 from dcp_remote.format.manifest import RAW, Manifest
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.load_options import LoadOptions, Path, Patterns, Rename, rename_path
-from dcp_remote.loading.targets import TensorTarget, make_object_targets, make_stream_target
+from dcp_remote.loading.targets import TensorTarget, make_object_target, make_stream_target
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
 from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
@@ -95,7 +95,8 @@ def load(
     for name in (name for name in names if name not in empty):
         number = manifest.tensors.index.get(name)
         if number is None:
-            targets += make_object_targets(manifest, name, partial(flat.__setitem__, name), allow_pickle=allow_pickle)
+            deliver = partial(flat.__setitem__, name)
+            targets.append(make_object_target(manifest, name, deliver, allow_pickle=allow_pickle))
         else:
             targets += _make_tensor_targets(manifest, number, flat, dtype=dtype, allow_pickle=allow_pickle)
     read_targets(store, manifest, targets, memory_budget_bytes=memory_budget_bytes, retry_seconds=timeout_seconds)

@@ -40,7 +40,7 @@ from dcp_remote.common.digests import digest
 from dcp_remote.common.threads import WAKE_SECONDS, Workers
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.peer_sockets import configure_socket, connect, listen_on_tcp, listen_on_unix_socket
-from dcp_remote.loading.read_plan import ReadPlan, Wanted
+from dcp_remote.loading.read_plan import ReadPlan, Want, Wanted, wanted_blocks
 from dcp_remote.loading.read_rates import ReadRates
 from dcp_remote.loading.shared_read_plan import (
     decode_wanted,
@@ -415,8 +415,8 @@ class Announcement:
     chunks: bytes = b""
 
 
-def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, Announcement]], list[int]]:
-    """Return the cohorts, and for each rank the number of its cohort; called on the coordinator. Pure.
+def cohorts_of(announcements: Sequence[Announcement]) -> list[dict[int, Announcement]]:
+    """Return for each rank its cohort, which is one object for all its ranks; called on the coordinator. Pure.
 
     A cohort is the ranks that read together, ascending, each with its announcement; all have the same segments of the
     manifest. Equal `wanted` become one object, which pickle writes once.
@@ -435,8 +435,8 @@ def cohorts_of(announcements: Sequence[Announcement]) -> tuple[list[dict[int, An
         {rank: Announcement(announcements[rank].address, interned[announcements[rank].wanted]) for rank in ranks}
         for ranks in split
     ]
-    numbers = {rank: number for number, ranks in enumerate(split) for rank in ranks}
-    return cohorts, [numbers[rank] for rank in range(len(announcements))]
+    cohort_of_rank = {rank: cohort for cohort in cohorts for rank in cohort}
+    return [cohort_of_rank[rank] for rank in range(len(announcements))]
 
 
 class PeerExchange:
@@ -465,6 +465,7 @@ class PeerExchange:
         self._is_over = is_over
         self._server: PeerServer | None = None
         self._store: PeerStore | None = None
+        self._wanted: Wanted | None = None
         self._owned: dict[tuple[str, int], tuple[int, int]] = {}  # number and receivers, by key and first byte
         self._owned_bytes = self._awaited_bytes = 0
 
@@ -496,8 +497,9 @@ class PeerExchange:
         """Limit of the memory of ranges in flight, in bytes."""
         return self._budget_bytes - min(self._owned_bytes, self._budget_bytes // _KEPT_SHARE)
 
-    def listen(self, manifest: Manifest, wanted: Wanted) -> Announcement:
+    def listen(self, manifest: Manifest, wants: Sequence[Want]) -> Announcement:
         """Start to listen, and return the announcement for the other ranks."""
+        self._wanted = wanted_blocks(manifest, wants)
         try:
             if self._host is not None:
                 self._server = PeerServer(
@@ -517,12 +519,13 @@ class PeerExchange:
         tensors, chunks = manifest.tensors, b""
         if manifest.segments is not None:
             chunks = digest(tensors.chunks.tobytes() + tensors.chunk_offsets.tobytes())
-        return Announcement(address, encode_wanted(manifest, wanted), chunks)
+        return Announcement(address, encode_wanted(manifest, self._wanted), chunks)
 
     def begin(
-        self, store: ObjectStore, manifest: Manifest, wanted: Wanted, cohort: Mapping[int, Announcement]
+        self, store: ObjectStore, manifest: Manifest, cohort: Mapping[int, Announcement]
     ) -> tuple[ObjectStore, ReadPlan]:
         """Plan the shared read, and return the store and the plan to read with; connects when a unit is requested."""
+        assert self._wanted is not None, "`listen` comes first"
         # A rank that takes no part shares nothing, as if it wanted nothing.
         addresses = [announcement.address for announcement in cohort.values()]
         wants = [
@@ -546,7 +549,7 @@ class PeerExchange:
                 self._awaited_bytes += unit.range.length
         self._store = PeerStore(store, awaited, host=self._host or "", is_over=self._is_over, hosts=_OTHER_HOSTS)
         window_bytes = max(1, self._budget_bytes // _WINDOW_SHARE)
-        return self._store, plan_shared(manifest, wanted, units, member=member, window_bytes=window_bytes)
+        return self._store, plan_shared(manifest, self._wanted, units, member=member, window_bytes=window_bytes)
 
     def complete(self) -> None:
         """Tell the other ranks that this rank has read all that it owns."""

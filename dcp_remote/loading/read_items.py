@@ -20,7 +20,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.engine import Target
 from dcp_remote.loading.overlapping_templates import assign_layers
-from dcp_remote.loading.targets import make_object_targets, make_tensor_target, require_writable, stored_layout
+from dcp_remote.loading.targets import make_object_target, make_tensor_target, require_writable, stored_layout
 from dcp_remote.serialization.files import Files, files_mismatch
 from dcp_remote.serialization.opaque import asks_for_files
 from dcp_remote.serialization.state_dict import convert_per_rank, unwrap_per_rank
@@ -32,7 +32,7 @@ def make_target_layers(
     """Make the targets of a plan, in layers that are to be read one after another; makes no request.
 
     Within a layer no two templates share memory; nearly always there is one layer. Of templates that share memory, as
-    tied weights do, the last in the plan wins. Objects in the manifest have no target: they are delivered by this call.
+    tied weights do, the last in the plan wins. Nothing is put into the state before the targets are read.
 
     A plan of what the manifest lacks, and a template that cannot take what is read, are an `InvalidArgumentError`. The
     templates of a planner that makes them on demand are checked when it makes them, in the thread that reads.
@@ -44,7 +44,7 @@ def make_target_layers(
     layers: list[list[Target]] = [[] for _ in range(1 + max(layer_of.values(), default=0))]
     for item in plan.items:
         if item.type == LoadItemType.BYTE_IO:
-            layers[0] += _make_planner_targets(manifest, planner, item, allow_pickle=allow_pickle)
+            layers[0].append(_make_planner_target(manifest, planner, item, allow_pickle=allow_pickle))
             continue
         tensor, chunk = _find_chunk(manifest, item.storage_index)
         if template_of is not None:
@@ -90,9 +90,7 @@ def _find_chunk(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:
     raise InvalidArgumentError("There is no chunk of a tensor at this offset.", tensor=index.fqn, offsets=offsets)
 
 
-def _make_planner_targets(
-    manifest: Manifest, planner: LoadPlanner, item: ReadItem, *, allow_pickle: bool
-) -> list[Target]:
+def _make_planner_target(manifest: Manifest, planner: LoadPlanner, item: ReadItem, *, allow_pickle: bool) -> Target:
     name = item.storage_index.fqn
     wanted = item.dest_index.fqn
 
@@ -106,7 +104,7 @@ def _make_planner_targets(
         else:
             planner.state_dict[wanted] = value
 
-    return make_object_targets(manifest, name, deliver, allow_pickle=allow_pickle)
+    return make_object_target(manifest, name, deliver, allow_pickle=allow_pickle)
 
 
 def _convert(manifest: Manifest, planner: LoadPlanner, item: ReadItem, value: object) -> object:

@@ -165,25 +165,22 @@ class BytesTarget:
         return self._data
 
 
-def make_object_targets(
+def make_object_target(
     manifest: Manifest, name: str, deliver: Callable[[object], None], *, allow_pickle: bool
-) -> list[Target]:
-    """Make the target that reads an object; none if the manifest holds the object, which is delivered at once then."""
-    if name in manifest.inline:
-        value = decode_object(name, EncodedObject(JSON, manifest.inline[name]), allow_pickle=allow_pickle)
-        deliver(unwrap_marked(value))
-        return []
+) -> Target:
+    """Make the target that reads an object; of an object in the manifest it wants nothing, and is complete at once."""
     stored = manifest.stored_index.get(name)
-    if stored is None:
+    if stored is None and name not in manifest.inline:
         raise InvalidArgumentError("There is no object of this name in the checkpoint.", object=name)
-    encoding = cast("Encoding", stored.encoding)  # `manifest_validation` lets no other pass
+    # `manifest_validation` lets no other encoding pass.
+    encoding = JSON if stored is None else cast("Encoding", stored.encoding)
 
     def done(data: memoryview) -> None:
-        value = decode_object(name, EncodedObject(encoding, b"", (data,)), allow_pickle=allow_pickle)
-        deliver(unwrap_marked(value))
+        encoded = EncodedObject(encoding, manifest.inline.get(name, b""), (data,))
+        deliver(unwrap_marked(decode_object(name, encoded, allow_pickle=allow_pickle)))
 
-    want = Want(stored.piece_first, stored.piece_first + stored.pieces, None)
-    return [BytesTarget(manifest, name, want, done)]
+    want = Want(0, 0, None) if stored is None else Want(stored.piece_first, stored.piece_first + stored.pieces, None)
+    return BytesTarget(manifest, name, want, done)
 
 
 def make_tensor_target(

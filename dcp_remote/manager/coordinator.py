@@ -21,7 +21,7 @@ from dcp_remote.run.lookup import note_last, read_manifest_at
 from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.rank_differences import NAMED_MAX, Described, describe_saved
-from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.rank_report import SentReport
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 from dcp_remote.storage.counting import CountingStore
 
@@ -149,7 +149,7 @@ class Coordinator:
         collective: Collective,
         begun: SaveTicket,
         planned: Planned,
-        reports: Sequence[RankReport],
+        reports: Sequence[SentReport],
         user: Mapping[str, Any],
     ) -> Committed | Again:
         """Assemble the manifest of all reports and commit it; or answer that the save begins again.

@@ -53,7 +53,7 @@ from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.location import Location, require_budget, require_shared, require_timeout
+from dcp_remote.storage.location import Location, join_job, require_budget, require_timeout
 from dcp_remote.storage.outages import name_speaker
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class CheckpointManager:
                     "resumed_from and start_over exclude each other: pass one of them.", resumed_from=resumed_from
                 )
         location = Location.of(url, storage_options)
-        require_shared(location, default_world_size())
+        join_job(location, default_world_size())
         self._store = CountingStore(location.store)
         self._timeout_seconds, self._silence_seconds = timeout_seconds, silence_seconds
         self._arrival_seconds, self._when_busy, self._on_error = arrival_seconds, when_busy, on_error
@@ -479,6 +479,12 @@ class CheckpointManager:
         Costs the store: a HEAD, a GET of the catalog and a GET of the manifest, by the coordinator; a GET per range of
         at most 8 MiB, by one of up to 64 ranks that want it, which gives it to the others over sockets between ranks. A
         rank that gets nothing over its socket reads the range from the store.
+
+        Ranks wait for each other three times: for the choice of the checkpoint, before a byte is read, and before a
+        value is applied. Once more after that, if the state of a rank has an object with a `state_dict` or
+        `load_state_dict` other than torch's, a module or optimizer with hooks for them, FSDP1, or an optimizer other
+        than SGD, Adam and AdamW: it may fail on one rank alone, or call collectives of torch. For this reason also
+        before such objects are asked, if the manifest is too large to be sent to all ranks (256 MiB in all).
 
         Args:
             state: State as for `save`; its keys and shapes say what is loaded. A `Stateful` with a method

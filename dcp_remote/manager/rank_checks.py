@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp_remote.common.descriptors import find_store_shortage
 from dcp_remote.common.text import format_count, join_some
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.outcome import Terms
@@ -59,6 +60,9 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
             "host reach MASTER_ADDR and MASTER_PORT: a process group needs them, too.",
             cause=str(error).partition("\n")[0],
         ) from error
+    if rank == 0 and (shortage := find_store_shortage(host, world_size)):
+        fact, _, cure = shortage.partition(". ")
+        report["checks"].append({"name": "store connections", **Finding("warn", fact, cure)._asdict()})
     prefix = f"dcp_remote/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     group = RankGroup(rank, world_size, dist.PrefixStore(prefix, store))
     terms = Terms(StorageError, StorageError, seconds=2 * arrival_seconds, arrival_seconds=arrival_seconds)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.hedging import is_far
 from dcp_remote.common.text import format_count
 from dcp_remote.common.threads import begin_early
-from dcp_remote.common.units import MiB
+from dcp_remote.common.units import KiB, MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
@@ -28,13 +29,14 @@ from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.load_options import LoadOptions, rename_path
 from dcp_remote.loading.overlapping_templates import find_lost_values
 from dcp_remote.loading.peer_sockets import RankSockets, host_towards
-from dcp_remote.loading.peers import Address, PeerExchange, cohorts_of
+from dcp_remote.loading.peers import Address, Announcement, PeerExchange, cohorts_of
 from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.read_items import make_target_layers
-from dcp_remote.loading.read_plan import ReadPlan, plan_reads, wanted_blocks
+from dcp_remote.loading.read_plan import ReadPlan, plan_reads
 from dcp_remote.loading.state_check import StateCheck
 from dcp_remote.loading.state_verdict import Verdict
 from dcp_remote.manager.progress import Progress
+from dcp_remote.manager.random_states import RandomStates
 from dcp_remote.manager.reports import NAMES_LISTED_MAX, LoadReport, LoadSeconds
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.info import catalog_of
@@ -49,8 +51,10 @@ from dcp_remote.run.lookup import (
     no_run,
     require_no_checkpoint_by_itself,
 )
-from dcp_remote.serialization.module_state import MadeStates
+from dcp_remote.serialization.leaves import iterate_leaves
+from dcp_remote.serialization.module_state import MadeStates, is_left_to_torch
 from dcp_remote.serialization.name_links import find_links
+from dcp_remote.serialization.opaque import Opaque, is_stateful
 from dcp_remote.serialization.state_dict import (
     PER_RANK_KEY,
     PerRank,
@@ -69,6 +73,9 @@ logger = logging.getLogger(__name__)
 # group's store. A larger manifest is read by each rank from the object store, which has many hosts.
 _MANIFESTS_BYTES_MAX = 256 * MiB
 
+# Bytes of a check up to which each rank sends the check itself, and not only its digest.
+_CHECK_BYTES_MAX = 4 * KiB
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -85,6 +92,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class _Asked:
+    """Request of a rank."""
+
+    options: Mapping[str, object]  # those that all ranks must give alike
+    runs_foreign_code: bool  # see `_runs_foreign_code`
+
+
+@dataclass(frozen=True, slots=True)
 class _Chosen:
     """Checkpoint to restore, with its manifest as stored; None if each rank reads that from the store."""
 
@@ -92,29 +107,39 @@ class _Chosen:
     manifest: bytes | None
     early_reads_in_vain: int
     latency_seconds: float  # latency of the store, measured by the coordinator; 0 if it measures none
+    runs_foreign_code: bool  # on any rank
 
 
 @dataclass(frozen=True, slots=True)
-class _CheckDigest:
-    """Digest of a rank's check, and whether state and checkpoint of that rank have the same names."""
+class _Ready:
+    """Message of a rank that is ready to read."""
 
-    digest: bytes
-    is_plain: bool
+    digest: bytes  # of the check
+    check: StateCheck | None  # None for a large one, which is sent later by one rank for all with its digest
+    announcement: Announcement | None  # None from a single rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Go:
+    """Answer to the ranks of a cohort that are ready to read."""
+
+    verdict: Verdict | None  # None until the senders have sent their checks
+    senders: frozenset[int]
+    cohort: Mapping[int, Announcement]
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedRestore:
-    """Template of a restore that every rank has agreed to, and the plan that reads into it."""
+    """Template of a restore, and the plan that reads into it."""
 
     manifest: Manifest  # of one in segments, with the chunks of those that this rank needs
     template: dict[str, Any]
     keys: TextKeys
     planner: RemoteLoadPlanner
     plan: LoadPlan
-    verdict: Verdict
     renamed_parameters: Mapping[str, Mapping[str, str | None]]  # as `fit_groups` takes them
 
-    def apply(self, state: MutableMapping[str, Any], rank: int) -> None:
+    def apply(self, state: MutableMapping[str, Any], rank: int, verdict: Verdict) -> None:
         """Put the loaded values into the state of the user."""
         self.keys.apply_loaded()
         compared = self.planner.comparison
@@ -122,7 +147,7 @@ class _PlannedRestore:
         own = self.template.get(PER_RANK_KEY, {}).get(str(rank), {})
         for key in [key for key in own if not compared.is_loaded(f"{PER_RANK_KEY}.{rank}.{key}")]:
             del own[key]
-        apply_loaded(state, self.template, rank, untouched=self.verdict.untouched)
+        apply_loaded(state, self.template, rank, untouched=verdict.untouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,42 +165,54 @@ class RankRestore:
     memory_budget_bytes: int  # of the buffers beyond the state
 
     def load(self, state: MutableMapping[str, Any]) -> LoadReport | None:
-        """Restore a checkpoint, in the block of the collective; None if the newest is asked for and there is none."""
+        """Restore a checkpoint, in the block of the collective; None if the newest is asked for and there is none.
+
+        Ranks meet three times: to choose the checkpoint, before a byte is read, and before a value is applied. Where
+        objects of the state run code that is not torch's, also after that; and, if each rank has read the manifest from
+        the store, before it.
+        """
         began_seconds, before = time.monotonic(), self.store.counts
         collective = self.collective
-        # After a mismatch the optimizers have no states that they did not have before.
-        with self.operation.phase("planning"), MadeStates() as made:
-            collective.set_activity("asking which checkpoint to restore")
-            chosen = collective.gather(
-                self.request.shared(), lambda asked: collective.run_in_thread(partial(self._choose, asked))
-            )
-            if chosen is None:
-                return None
-            entry = chosen.entry
-            collective.set_activity(f"planning the restore of step {entry.step}")
-            manifest = collective.run_in_thread(partial(self._decode, chosen))
-            in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
-            latency_seconds = chosen.latency_seconds
-            del chosen
-            # `Stateful` objects may call collectives of torch next, in which one rank alone would hang.
-            collective.gather(None, _require_no_failure)
-            exchange = self._exchange() if self.ranks.world_size > 1 else None
-            planned = self._plan(entry, manifest, state, made)
-            manifest = planned.manifest
-        planned_seconds = time.monotonic()
-        with self.operation.phase("reading"):
-            collective.set_activity(f"reading step {entry.step}")
-            with exchange or nullcontext():
+        with ExitStack() as opened:
+            # After a mismatch the optimizers have no states that they did not have before.
+            with self.operation.phase("planning"), MadeStates() as made:
+                collective.set_activity("asking which checkpoint to restore")
+                chosen = collective.gather(
+                    _Asked(self.request.shared(), _runs_foreign_code(state)),
+                    lambda asked: collective.run_in_thread(partial(self._choose, asked)),
+                )
+                if chosen is None:
+                    return None
+                entry, latency_seconds = chosen.entry, chosen.latency_seconds
+                runs_foreign_code = chosen.runs_foreign_code
+                in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
+                collective.set_activity(f"planning the restore of step {entry.step}")
+                manifest = collective.run_in_thread(partial(self._decode, chosen))
+                if runs_foreign_code and chosen.manifest is None:
+                    # It may call collectives of torch next, in which a rank would hang without those that have failed.
+                    collective.gather(None, _require_no_failure)
+                del chosen
+                exchange = opened.enter_context(self._exchange()) if self.ranks.world_size > 1 else None
+                planned = self._plan(entry, manifest, state, made)
+                manifest = planned.manifest
                 layers = make_target_layers(manifest, planned.plan, planned.planner, allow_pickle=self.allow_pickle)
+                wants = [target.want for target in layers[0]]
+                announcement = exchange.listen(manifest, wants) if exchange is not None else None
+                verdict, cohort = self._agree(planned.planner, announcement, entry.step)
+            planned_seconds = time.monotonic()
+            with self.operation.phase("reading"):
+                collective.set_activity(f"reading step {entry.step}")
                 self.progress.begin(entry.step)
-                self._read_layers(manifest, layers, exchange, latency_seconds)
+                self._read_layers(manifest, layers, exchange, cohort, latency_seconds)
                 collective.set_activity(f"has read step {entry.step}, waiting for the others")
-                # Until then another rank may want what this rank has read.
+                # Until then another rank may want what this rank has read, and a value is applied only if all can be.
                 collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)
-            planned.apply(state, self.ranks.rank)
-            collective.gather(None, _require_no_failure)
+                opened.close()
+                planned.apply(state, self.ranks.rank, verdict)
+                if runs_foreign_code:
+                    collective.gather(None, _require_no_failure)
         counts, compared = self.store.counts.since(before), planned.planner.comparison
-        left_out = compared.left_out(planned.verdict.left_out)
+        left_out = compared.left_out(verdict.left_out)
         report = LoadReport(
             step=entry.step,
             save_id=entry.save_id,
@@ -201,18 +238,19 @@ class RankRestore:
 
     # ---- which checkpoint
 
-    def _choose(self, asked: Sequence[Mapping[str, object]]) -> _Chosen | None:
+    def _choose(self, asked: Sequence[_Asked]) -> _Chosen | None:
         """Choose the checkpoint that all ranks ask for; called on the coordinator only."""
-        steps = [one["step"] for one in asked]
+        steps = [one.options["step"] for one in asked]
         if any(step != steps[0] for step in steps):
             raise InvalidArgumentError(
                 "Ranks restore different steps; nothing was restored. Call restore with one step on all ranks.",
                 steps=str(steps[:16]),
             )
         # Otherwise a rank would keep values that the others load, such as a part of a replicated model.
-        other = next((rank for rank, one in enumerate(asked) if one != asked[0]), None)
+        other = next((rank for rank, one in enumerate(asked) if one.options != asked[0].options), None)
         if other is not None:
-            given = [{name: value for name, value in asked[rank].items() if name != "step"} for rank in (0, other)]
+            both = (asked[rank].options for rank in (0, other))
+            given = [{name: value for name, value in options.items() if name != "step"} for options in both]
             raise InvalidArgumentError(
                 "Ranks restore with different options; nothing was restored. Call restore with the same options on all "
                 "ranks.",
@@ -239,7 +277,8 @@ class RankRestore:
                 warn_of_going_back(catalog, entry, url=store.url)
             data = expected.fetch(entry, retry_seconds=retry_seconds())
         sent = data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None
-        return _Chosen(entry, sent, int(expected.was_wrong), store.latency_seconds)
+        runs_foreign_code = any(one.runs_foreign_code for one in asked)
+        return _Chosen(entry, sent, int(expected.was_wrong), store.latency_seconds, runs_foreign_code)
 
     def _decode(self, chosen: _Chosen) -> Manifest:
         """Decode the manifest, which is read if the coordinator did not send it, and once more if it is damaged."""
@@ -257,7 +296,7 @@ class RankRestore:
     def _plan(
         self, entry: Entry, manifest: Manifest, state: MutableMapping[str, Any], made: MadeStates
     ) -> _PlannedRestore:
-        """Compare state and checkpoint, and list what this rank wants; no difference is left unless it is allowed."""
+        """Compare state and checkpoint, and list what this rank wants."""
         options, names, rank = self.request.options, list(manifest.names()), self.ranks.rank
         links = find_links(state) if isinstance(options.rename, Mapping) else []
         renamed = options.rename_entries(names, links)
@@ -282,37 +321,56 @@ class RankRestore:
             manifest = self.collective.run_in_thread(join)
             planner.metadata = replace(to_dcp_metadata(manifest), storage_meta=metadata.storage_meta)
         plan = planner.create_local_plan()
-        verdict = self._agree(planner, entry.step)
         self._require_no_lost_values(find_lost_values(manifest, plan, planner.lookup_tensor), entry.step)
-        parameters = options.renamed_parameters(names, links)
-        return _PlannedRestore(manifest, template, keys, planner, plan, verdict, parameters)
+        return _PlannedRestore(manifest, template, keys, planner, plan, options.renamed_parameters(names, links))
 
-    def _agree(self, planner: RemoteLoadPlanner, step: int) -> Verdict:
-        """Agree with all ranks that the checkpoint fits; return the verdict of the coordinator, which logs warnings.
+    def _agree(
+        self, planner: RemoteLoadPlanner, announcement: Announcement | None, step: int
+    ) -> tuple[Verdict, Mapping[int, Announcement]]:
+        """Agree with all ranks that the checkpoint fits, and who reads together; return the verdict and the cohort.
 
-        Each rank sends a digest. Only where a rank has something to report, one rank for each digest sends its check.
-        If the checkpoint does not fit the state of some rank, or a pattern matches nothing, all ranks raise one error.
+        All ranks arrive here, so that none has failed before a byte is read. If the checkpoint does not fit the state
+        of some rank, or a pattern matches nothing, all ranks raise one error. The coordinator logs warnings. Where
+        checks are large, one rank for each digest of a check sends it in a further round.
         """
         digests: list[bytes] = []
+        checks: dict[bytes, StateCheck] = {}
 
-        def choose(sent: Sequence[_CheckDigest]) -> frozenset[int]:
+        def judge() -> Verdict:
+            if all(one.is_plain for one in checks.values()):
+                return Verdict()
+            return self.collective.run_in_thread(partial(planner.judge, [checks[digest] for digest in digests]))
+
+        def decide(sent: Sequence[_Ready]) -> list[_Go]:
             digests[:] = [one.digest for one in sent]
+            checks.update((one.digest, one.check) for one in sent if one.check is not None)
             first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-            return frozenset() if all(one.is_plain for one in sent) else frozenset(first.values())
+            senders = frozenset(rank for digest, rank in first.items() if digest not in checks)
+            verdict = judge() if not senders else None
+            announced = [one.announcement for one in sent if one.announcement is not None]
+            cohorts = cohorts_of(announced) if announced else [dict[int, Announcement]()] * len(sent)
+            go = {id(cohort): _Go(verdict, senders, cohort) for cohort in cohorts}
+            return [go[id(cohort)] for cohort in cohorts]
 
-        def judge(sent: Sequence[StateCheck | None]) -> Verdict:
-            by_digest = {digest: check for digest, check in zip(digests, sent, strict=True) if check is not None}
-            return self.collective.run_in_thread(partial(planner.judge, [by_digest[digest] for digest in digests]))
+        def decide_late(sent: Sequence[StateCheck | None]) -> Verdict:
+            checks.update((digest, one) for digest, one in zip(digests, sent, strict=True) if one is not None)
+            return judge()
 
         check = planner.comparison.check
-        senders = self.collective.gather(_CheckDigest(check.digest(), check.is_plain), choose)
-        if not senders:
-            return Verdict()
-        verdict = self.collective.gather(check if self.ranks.rank in senders else None, judge)
+        is_small = len(pickle.dumps(check)) <= _CHECK_BYTES_MAX
+        ready = _Ready(check.digest(), check if is_small else None, announcement)
+        go = self.collective.scatter(ready, decide)
+        verdict = go.verdict
+        if verdict is None:
+            verdict = self.collective.gather(check if self.ranks.rank in go.senders else None, decide_late)
         if verdict.error is not None:
             raise verdict.error
-        if not self.ranks.is_coordinator:
-            return verdict
+        if self.ranks.is_coordinator:
+            self._warn(planner, verdict, step)
+        return verdict, go.cohort
+
+    def _warn(self, planner: RemoteLoadPlanner, verdict: Verdict, step: int) -> None:
+        """Log what is kept or left out."""
         if verdict.warning:
             logger.warning(
                 "Restore of step %d of %s: %s `last_load` of the manager lists the names.",
@@ -330,7 +388,6 @@ class RankRestore:
                 self.store.url,
                 ", ".join(planner.comparison.skipped_keys),
             )
-        return verdict
 
     def _require_no_lost_values(self, lost: Sequence[tuple[str, str]], step: int) -> None:
         if lost:
@@ -360,6 +417,7 @@ class RankRestore:
         manifest: Manifest,
         layers: Sequence[Sequence[Target]],
         exchange: PeerExchange | None,
+        cohort: Mapping[int, Announcement],
         latency_seconds: float,
     ) -> None:
         """Read the layers one after another; the first, which has nearly all, together with the other ranks."""
@@ -384,15 +442,24 @@ class RankRestore:
         later = layers
         if exchange is not None:
             first, *later = layers
-            wanted = wanted_blocks(manifest, [target.want for target in first])
-            # All ranks arrive here, so that none has failed before a byte is read.
-            cohort = self.collective.scatter_grouped(exchange.listen(manifest, wanted), cohorts_of)
-            shared_store, plan = exchange.begin(self.store, manifest, wanted, cohort)
+            shared_store, plan = exchange.begin(self.store, manifest, cohort)
             read(shared_store, targets=first, memory_budget_bytes=exchange.budget_bytes, plan=expect(plan))
             exchange.complete()
         for targets in later:
             plan = expect(plan_reads(manifest, [target.want for target in targets]))
             read(self.store, targets=targets, memory_budget_bytes=self.memory_budget_bytes, plan=plan)
+
+
+def _runs_foreign_code(state: object) -> bool:
+    """Return whether objects of a state make or take their values by code that is neither torch's nor of this package.
+
+    Such code may fail on one rank alone, or call collectives of torch, as the older FSDP does.
+    """
+    for leaf in iterate_leaves(dict(state) if isinstance(state, Mapping) else state):
+        value = leaf.value.value if isinstance(leaf.value, PerRank | Opaque) else leaf.value
+        if is_stateful(value) and not isinstance(value, RandomStates) and not is_left_to_torch(value):
+            return True
+    return False
 
 
 def _require_no_failure(_answers: Sequence[None]) -> None:

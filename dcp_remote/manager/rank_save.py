@@ -27,7 +27,7 @@ from dcp_remote.run.lookup import join_segments, read_manifest_at
 from dcp_remote.saving.dedup import Baseline
 from dcp_remote.saving.packing import choose_shard_bytes
 from dcp_remote.saving.plan_cache import chunk_bytes, planned_boxes
-from dcp_remote.saving.rank_report import RankReport, WrittenShard
+from dcp_remote.saving.rank_report import RankReport, SentReport, WrittenShard
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage.counting import CountingStore, Counts
@@ -261,7 +261,7 @@ class RankSaver:
         collective.set_activity("waiting for the commit")
         try:
             answer = collective.gather(
-                (report, figures), lambda parts: self._commit_reports(collective, task, agreed, parts)
+                (report.to_sent(), figures), lambda parts: self._commit_reports(collective, task, agreed, parts)
             )
         except BaseException:
             self._give_up(collective, agreed.ticket, report.put_keys)
@@ -279,7 +279,7 @@ class RankSaver:
         collective: Collective,
         task: Task,
         agreed: Agreed,
-        parts: list[tuple[RankReport, RankFigures]],
+        parts: list[tuple[SentReport, RankFigures]],
     ) -> tuple[Committed, SaveReport] | Again:
         """Commit what all ranks report; called on the coordinator only."""
         began_seconds, counts = time.monotonic(), self._store.counts

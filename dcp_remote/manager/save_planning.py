@@ -22,6 +22,7 @@ from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode
+from dcp_remote.saving.manifest_size import count_pieces, require_room
 from dcp_remote.saving.plan_cache import (
     LISTED_BYTES,
     PlanCache,
@@ -103,10 +104,11 @@ class Agreed(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """Request of a rank to begin a save: of its plan only as much as tells whether the ranks must plan anew."""
+    """Request of a rank to begin a save, with its plan if that is new."""
 
     labels: CheckpointLabels
     key: str | None  # save in which the ranks agreed on the plan that this rank would write again; None for a new plan
+    table: PlanTable | None  # new plan
     # Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
     unclear: list[tuple[SaveTicket, tuple[str, ...]]]
 
@@ -117,6 +119,7 @@ class _Begun(NamedTuple):
     ticket: SaveTicket
     is_known: bool  # True if every rank writes what it wrote in the last save
     latency_seconds: float  # of the store, which other ranks have perhaps not measured
+    share: Share | None = None  # share of this rank in a new plan; None if not all ranks have sent a new one
 
 
 def require_one_kind(*, is_one_kind: bool) -> None:
@@ -159,9 +162,11 @@ class RankPlanning:
         planner.set_up_planner(task.state)
         proposal = propose(planner, task.roles)
         require_unicode(proposal.plan)
-        request = _Request(task.labels, kept.key_of(proposal), self.unclear[:])
+        key = kept.key_of(proposal)
+        table = self._make_table(proposal, planner) if key is None else None
+        request = _Request(task.labels, key, table, self.unclear[:])
         collective.set_activity("asking whether this step may be saved")
-        begun = collective.gather(request, partial(decisions.begin, collective=collective, borrow=borrow))
+        begun = collective.scatter(request, partial(decisions.begin, collective=collective, borrow=borrow))
         del self.unclear[: len(request.unclear)]  # the thread of an earlier save may have added more
         if isinstance(begun, Labelled) and begun.is_doubtful:
             # Averaged weights in a save of their own, or a resized model, are not to be dropped.
@@ -177,31 +182,33 @@ class RankPlanning:
         ticket = begun.ticket
         self.owner = Owner(ticket.run.run_id, ticket.run.token)
         if not begun.is_known:
-            collective.set_activity("planning")
-            plan = self._plan_anew(collective, planner, proposal, decisions)
+            share = begun.share
+            if share is None:
+                collective.set_activity("planning")
+                share = collective.scatter(table or self._make_table(proposal, planner), decisions.arrange_tables)
+            self._compare_values(collective, planner, proposal, share, decisions)
+            plan = to_rank_plan(proposal, share)
             self._kept = kept = PlanCache(ticket.save_id, proposal, plan, decisions.planned)
         planner.finish_plan(kept.plan)
         return Agreed(ticket, kept.plan, kept.planned, begun.latency_seconds)
 
-    def _plan_anew(
-        self, collective: Collective, planner: RunPlanner, proposal: Proposal, decisions: _Decisions
-    ) -> SavePlan:
-        """Agree on a new plan, and compare the values that several ranks hold.
+    def _make_table(self, proposal: Proposal, planner: RunPlanner) -> PlanTable:
+        return to_table(proposal, digest_objects(proposal, planner) if self._ranks.world_size > 1 else None)
 
-        Values are compared with new plans only: each difference is reported once, and other saves cost no more.
-        """
+    def _compare_values(
+        self, collective: Collective, planner: RunPlanner, proposal: Proposal, share: Share, decisions: _Decisions
+    ) -> None:
+        """Compare the values that several ranks hold, with new plans only: each difference is reported once."""
+        if not share.has_sets:
+            return
         check = collective.raise_if_cancelled
-        table = to_table(proposal, digest_objects(proposal, planner) if self._ranks.world_size > 1 else None)
-        share = collective.scatter(table, decisions.arrange_tables)
-        if share.has_sets:
-            collective.set_activity("comparing replicas")
-            sets = compared_items(proposal, share)
-            listing = collective.gather(digest_sets(sets, planner, check), decisions.compare_values)
-            if listing:
-                listed = [number for number, ranks in listing.items() if self._ranks.rank in ranks]
-                lists = {number: list_digests(sets[number], planner, check) for number in listed}
-                collective.gather(lists, decisions.compare_lists)
-        return to_rank_plan(proposal, share)
+        collective.set_activity("comparing replicas")
+        sets = compared_items(proposal, share)
+        listing = collective.gather(digest_sets(sets, planner, check), decisions.compare_values)
+        if listing:
+            listed = [number for number, ranks in listing.items() if self._ranks.rank in ranks]
+            lists = {number: list_digests(sets[number], planner, check) for number in listed}
+            collective.gather(lists, decisions.compare_lists)
 
 
 @dataclass(slots=True)
@@ -226,24 +233,32 @@ class _Decisions:
         assert self._coordinator is not None, "called on the coordinator"
         return self._coordinator
 
-    def begin(self, requests: Sequence[_Request], *, collective: Collective, borrow: bool) -> _Begun | Labelled:
-        """Begin the save, and decide whether the ranks plan anew; see `Coordinator.begin`."""
+    def begin(
+        self, requests: Sequence[_Request], *, collective: Collective, borrow: bool
+    ) -> Sequence[_Begun | Labelled]:
+        """Begin the save, and decide who writes what if all ranks have a new plan; see `Coordinator.begin`."""
         require_one_kind(is_one_kind=all(isinstance(request, _Request) for request in requests))
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
             self.coordinator.failed(ticket, put)
         begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
         if isinstance(begun, Labelled):
-            return begun
+            return [begun] * len(requests)
         is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
-        return _Begun(begun, is_known, self.coordinator.latency_seconds)
+        answer = _Begun(begun, is_known, self.coordinator.latency_seconds)
+        tables = [request.table for request in requests if request.table is not None]
+        if len(tables) < len(requests):
+            return [answer] * len(requests)
+        return [answer._replace(share=share) for share in self.arrange_tables(tables)]
 
     def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
-        """Decide which rank writes what; return the share of each rank."""
+        """Decide which rank writes what, and refuse more than a manifest can hold; return the share of each rank."""
         arrangement = arrange(
             tables,
             to_lowest_rank=self._replicas == "coordinator",
             compared=self._compared if self._replicas == "equal" else None,
         )
+        tensors = arrangement.planned.tensors
+        require_room(count_pieces(tensors), offsets=len(tensors.chunk_offsets))
         self._sets, self.planned = arrangement.sets, arrangement.planned
         new = [difference for difference in arrangement.differing if difference.name not in self._reported]
         if new:

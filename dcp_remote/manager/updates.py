@@ -23,7 +23,8 @@ class Updates:
 
     Late are the copies of what these optimizers own, because each `step` of theirs waits for the copies. If there was
     no such optimizer when `come` was called, late are the copies of all values but those of `TensorRoles.is_buffer`,
-    which change in a forward pass. A storage is copied late only if all that lies in it may be.
+    which change in a forward pass, and of numbers that are not trained. A storage is copied late only if all that lies
+    in it may be.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,8 @@ class Updates:
         if held is None or held() is None:
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
             self._owned.pop(id(optimizer), None)  # of a dead optimizer that had the same `id`
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            # Not traced by `torch.compile`, which would move the wait for the copies to another place of the step.
+            self._hooks.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
 
     def come(self) -> None:
         """Wait for the copies of the whole state."""
@@ -83,7 +85,9 @@ class Updates:
         early: set[int] = set()
         for name, tensor, storage in held:
             key = id(storage)
-            if (owned and key not in owned) or roles.is_buffer(name):
+            # Ranks compare numbers that are neither parameters nor states of optimizers before the copies end.
+            is_compared = not tensor.dim() and name not in roles.trained
+            if (owned and key not in owned) or roles.is_buffer(name) or is_compared:
                 early.add(key)
                 continue
             if key not in late:

@@ -110,7 +110,6 @@ class Baseline:
         another rank wrote the same chunks: these shards are orphans, which must not be reused.
         """
         notes = report.notes
-        assert notes is not None, "the report was pickled, which drops its notes"
         kinds: dict[tuple[str, str], int] = {}
         kind = [kinds.setdefault(pair, len(kinds)) for pair in zip(report.dtypes, report.encodings, strict=True)]
         # A plan may list the chunks of a tensor apart from each other; `Tensors` has them together.

@@ -99,7 +99,6 @@ class LateCopies:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
         self._from_devices: list[_FromDevice] = []
         self._changed: str | None = None
-        self._timing = threading.Lock()
         self.waited_seconds = 0.0  # for which `protect` kept training from its update
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
@@ -182,8 +181,7 @@ class LateCopies:
 
         Copies from the CPU have ended then. Those from a device may go on: its current stream waits for them.
         """
-        with self._timing:  # a compiled step is traced up to a lock, and would warn of the clock
-            began_seconds = time.monotonic()
+        began_seconds = time.monotonic()
         with self._lock:
             keys = [key for key in self._seen if storages is None or key in storages]
             self._look(keys)

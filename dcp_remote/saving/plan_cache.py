@@ -24,13 +24,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from dcp_remote.common.arrays import shrink_integers
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, digest
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import TensorKind
 from dcp_remote.saving.dcp_metadata import concat_integers, get_flatten_mapping, to_kind
 from dcp_remote.saving.device_copy import ElementRange, host_views
 from dcp_remote.saving.manifest_assembly import Planned
-from dcp_remote.saving.plan_table import BUFFER, REPLICA, VALUE, Chunk, PlanTable, Share, pack_names, shrink_integers
+from dcp_remote.saving.plan_table import BUFFER, REPLICA, VALUE, Chunk, PlanTable, Share, pack_names
 from dcp_remote.saving.rank_differences import Described
 from dcp_remote.serialization.leaves import FlatState, flatten_state
 from dcp_remote.serialization.objects import digest_object

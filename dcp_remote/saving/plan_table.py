@@ -13,14 +13,22 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
+from dcp_remote.common.arrays import (
+    I64,
+    Integers,
+    concat_arrays,
+    concat_ranges,
+    group_offsets,
+    shrink_integers,
+    sorted_unique,
+)
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.manifest import TensorKind, Tensors
@@ -34,7 +42,6 @@ REPLICA, BUFFER, VALUE = range(3)
 
 Flatten: TypeAlias = Mapping[str, tuple[str | int, ...]]
 Bools: TypeAlias = NDArray[np.bool_]
-Integers: TypeAlias = NDArray[Any]
 
 # Key of an item that is the same on every rank that holds it: its name, and the offsets of its chunk.
 Chunk: TypeAlias = tuple[str, tuple[int, ...]]
@@ -90,11 +97,6 @@ class Arrangement:
 def pack_names(names: Sequence[str], flatten: Flatten) -> bytes:
     """Pack names and flatten mapping. Equal on most ranks, so that the coordinator unpacks only a few."""
     return zstandard.ZstdCompressor().compress(pickle.dumps((names, flatten)))
-
-
-def shrink_integers(values: I64) -> Integers:
-    """Return the values, none of them negative, in the smallest integer type that holds all of them."""
-    return values.astype(np.min_scalar_type(int(values.max()))) if len(values) else values.astype(np.uint8)
 
 
 def arrange(
@@ -192,26 +194,26 @@ class _Items:
             for table in tables
         ]
         counts = np.array([len(table.kind) for table in tables], dtype=np.int64)
-        dimensions = _column([table.dimensions for table in tables])
+        dimensions = concat_arrays([table.dimensions for table in tables])
         role = np.concatenate([table.role for table in tables])
         value_digests = np.zeros(len(role), dtype=np.int64)
         if all(len(table.value_digests) == np.count_nonzero(table.role == VALUE) for table in tables):
-            value_digests[role == VALUE] = _column([table.value_digests for table in tables])
+            value_digests[role == VALUE] = concat_arrays([table.value_digests for table in tables])
         return _Items(
             names=list(numbers),
             flatten=others | merged,
             kinds=list(kinds),
             rank_first=group_offsets(counts),
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
-            name=_column([seen[table.packed_names] for table in tables]),
+            name=concat_arrays([seen[table.packed_names] for table in tables]),
             is_object=np.concatenate([table.is_object for table in tables]),
             role=role,
-            kind=_column(kind),
+            kind=concat_arrays(kind),
             dimensions=dimensions,
             box_first=group_offsets(dimensions),
-            shapes=_column([table.shapes for table in tables]),
-            offsets=_column([table.offsets for table in tables]),
-            sizes=_column([table.sizes for table in tables]),
+            shapes=concat_arrays([table.shapes for table in tables]),
+            offsets=concat_arrays([table.offsets for table in tables]),
+            sizes=concat_arrays([table.sizes for table in tables]),
             value_digests=value_digests,
         )
 
@@ -261,11 +263,6 @@ class _Items:
             is_new = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
             result[ordered] = ordered[is_new][np.cumsum(is_new) - 1]
         return result
-
-
-def _column(values: Sequence[Integers]) -> I64:
-    # numpy would concatenate columns of different integer types as floats.
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(column.astype(np.int64) for column in values)])
 
 
 def _roles_of_groups(items: _Items, leaders: I64) -> NDArray[np.uint8]:
@@ -344,6 +341,13 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
         chunk_pieces=np.zeros(len(chunks), dtype=np.int64),
     )
     _require_tiled(tensors)
+    # Kept from save to save.
+    tensors = replace(
+        tensors,
+        chunk_offsets=shrink_integers(tensors.chunk_offsets),
+        chunk_sizes=shrink_integers(tensors.chunk_sizes),
+        chunk_pieces=tensors.chunk_pieces.astype(np.uint8),
+    )
     positions = {items.names[number]: number for number in items.name[objects].tolist()}
     return Planned(tensors, positions=positions, flatten=items.flatten), hints
 

@@ -1,27 +1,30 @@
 """Report of one rank to the coordinator on what it wrote: columns, not an object per item. Pure, without torch.
 
-torch pickles the reports and gathers them from all ranks, so a report is pickled like a manifest: packed columns,
-compressed except for the digests. Measured for 1,000 tensors with names of 30 bytes: 18 KB,
-digests of 16 KB included, where the `WriteResult`s of torch's file system writer, without digests, take 125 KB
-(`tests/benchmark/clients/scale.py`).
+torch pickles the reports and gathers them from all ranks. A report is pickled as a `SentReport`, which is ten objects
+however much the rank wrote: texts and numbers are packed, and compressed except for the digests. Measured for 1,000
+tensors with names of 30 bytes: 18 KB, digests of 16 KB included, where the `WriteResult`s of torch's file system
+writer, without digests, take 125 KB (`tests/benchmark/clients/scale.py`). The numbers of all ranks are unpacked and
+joined at once (`join_numbers`).
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import zstandard
 
-from dcp_remote.common.arrays import I64
-from dcp_remote.format.columns import decode_column, encode_column
+from dcp_remote.common.arrays import I64, concat_arrays, group_offsets
 from dcp_remote.format.manifest import Pieces, Shards, StoredObject
 
 # Higher levels gain little on names of layers and on columns of constant steps.
 _ZSTD_LEVEL = 3
+
+# Columns of each table of numbers: shards, chunks, offsets of chunks, pieces.
+_COLUMNS = (3, 5, 1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,9 @@ class RankReport:
     pieces: Pieces  # pieces of chunks and objects, in the order in which they were written
     inline: Mapping[str, bytes]  # JSON text of each small object, by name
     stored: tuple[StoredObject, ...]  # objects in shards, with indices into `pieces`
+    notes: Notes
     meshes: tuple[str, ...] = ()  # meshes of the state's DTensors, described; of rank 0 alone
     figures: UploadStats = UploadStats()
-    notes: Notes | None = None  # None after unpickling
 
     @property
     def put_keys(self) -> tuple[str, ...]:
@@ -88,40 +91,101 @@ class RankReport:
         """Keys of the reused shards: a live checkpoint must still name each of them when this save is committed."""
         return self.shards.keys[self.put :]
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle packed columns, compressed except for the digests, which do not shrink; without the notes."""
-        packed = _packed(self) | {
-            "notes": None,
-            "shards": _packed(self.shards) | {"table_digests": b""},
-            "pieces": _packed(self.pieces) | {"digests": b""},
-            "chunk_hint": encode_column(self.chunk_hint + 1),  # a column holds no negative numbers
-        }
-        compressed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(pickle.dumps(packed))
-        return _unpickled, (compressed, self.shards.table_digests, self.pieces.digests)
+    def to_sent(self) -> SentReport:
+        """Return the report as the coordinator receives it."""
+        shards, pieces = self.shards, self.pieces
+        tables = (
+            (shards.sizes, shards.data_starts, shards.table_lengths),
+            (self.chunk_name, self.chunk_hint, self.chunk_dimensions, self.chunk_piece_first, self.chunk_pieces),
+            (self.chunk_offsets,),
+            (pieces.shard, pieces.start, pieces.length, pieces.table),
+        )
+        # Differences are mostly constant, which zstd compresses to almost nothing.
+        differences = [np.diff(column, prepend=0) for table in tables for column in table]
+        numbers = np.concatenate([np.array([len(table[0]) for table in tables]), *differences]).astype("<i8")
+        compress = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress
+        return SentReport(
+            rank=self.rank,
+            url=self.url,
+            keys=shards.keys,
+            put=self.put,
+            tensors=compress(msgspec.msgpack.encode((self.names, self.dtypes, self.encodings))),
+            numbers=compress(numbers.tobytes()),
+            stored=self.stored,
+            table_digests=shards.table_digests,
+            digests=pieces.digests,
+            inline=self.inline,
+            meshes=self.meshes,
+        )
 
 
-def _unpickled(compressed: bytes, table_digests: bytes, digests: bytes) -> RankReport:
-    packed = pickle.loads(zstandard.ZstdDecompressor().decompress(compressed))  # noqa: S301  # from a rank of this job
-    values = _unpacked(packed)
-    return RankReport(
-        **values
-        | {
-            "shards": Shards(**_unpacked(packed["shards"]) | {"table_digests": table_digests}),
-            "pieces": Pieces(**_unpacked(packed["pieces"]) | {"digests": digests}),
-            "chunk_hint": values["chunk_hint"] - 1,
-        }
-    )
+class WrittenTensors(NamedTuple):
+    """Tensors of which a rank wrote chunks, as in its report."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    encodings: tuple[str, ...]
 
 
-def _packed(record: RankReport | Shards | Pieces) -> dict[str, object]:
-    """Return the fields of a record, columns encoded as text; the only other text is the URL."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: encode_column(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
+# Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
+_TENSORS = msgspec.msgpack.Decoder(WrittenTensors)
 
 
-def _unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record, columns decoded."""
-    return {
-        name: decode_column(value, name=name) if isinstance(value, str) and name != "url" else value
-        for name, value in packed.items()
-    }
+class SentReport(NamedTuple):
+    """Report of one rank as the coordinator receives it."""
+
+    rank: int
+    url: str
+    keys: tuple[str, ...]  # of the shards
+    put: int  # number of shards that the rank put, the first ones
+    tensors: bytes  # `WrittenTensors`, packed; equal on most ranks
+    numbers: bytes  # packed; equal to those of the rank's last save if only values have changed
+    stored: tuple[StoredObject, ...]
+    table_digests: bytes
+    digests: bytes  # of the pieces
+    inline: Mapping[str, bytes]
+    meshes: tuple[str, ...]
+
+    @property
+    def put_keys(self) -> tuple[str, ...]:
+        """Keys of the shards that the rank put."""
+        return self.keys[: self.put]
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Contents of the report beside names of shards, digests and values."""
+        return self.tensors, self.numbers, self.stored, tuple(self.inline)
+
+    def unpack_tensors(self) -> WrittenTensors:
+        """Return the tensors of which the rank wrote chunks."""
+        return _TENSORS.decode(zstandard.ZstdDecompressor().decompress(self.tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedNumbers:
+    """Numbers of the reports of all ranks: in each table a row for each column, one rank after another."""
+
+    shards: I64  # sizes, data_starts, table_lengths
+    chunks: I64  # chunk_name, chunk_hint, chunk_dimensions, chunk_piece_first, chunk_pieces of `RankReport`
+    offsets: I64  # chunk_offsets
+    pieces: I64  # shard, start, length, table
+    # Index of the first entry of each rank, then the number of all.
+    shard_first: I64
+    chunk_first: I64
+    offset_first: I64
+    piece_first: I64
+
+
+def join_numbers(reports: Sequence[SentReport]) -> JoinedNumbers:
+    """Unpack and join the numbers of all reports; indices still count the entries of each rank alone."""
+    decompress = zstandard.ZstdDecompressor().decompress
+    tables: list[list[I64]] = [[] for _ in _COLUMNS]
+    for report in reports:
+        numbers = np.frombuffer(decompress(report.numbers), dtype="<i8")
+        start = len(_COLUMNS)
+        for table, columns, count in zip(tables, _COLUMNS, numbers[:start].tolist(), strict=True):
+            stop = start + columns * count
+            table.append(numbers[start:stop].reshape(columns, count).cumsum(axis=1))
+            start = stop
+    firsts = [group_offsets(np.array([part.shape[1] for part in table], dtype=np.int64)) for table in tables]
+    return JoinedNumbers(*map(concat_arrays, tables), *firsts)

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.serialization.optimizer_load import require_loaded, without_casts
@@ -41,6 +42,20 @@ _NAMES_SHOWN_MAX = 5
 
 # Attributes in which torch keeps hooks for the steps of one optimizer (optimizer.py of torch 2.13).
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+# Optimizers whose step makes each element by itself. Another may send messages, as Muon does for a DTensor.
+_ELEMENTWISE = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
+
+# Methods and hooks by which a state is made or taken.
+_STATE_METHODS = (
+    *("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict"),
+    *("get_extra_state", "set_extra_state", "make_template"),
+)
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
 
 # Keys of an optimizer's `state_dict` that torch fills; an optimizer may add others.
 _TORCH_KEYS = frozenset({"state", "param_groups"})
@@ -536,6 +551,30 @@ def find_models(
             where=where,
         )
     return chosen
+
+
+def is_left_to_torch(stateful: object) -> bool:
+    """Return whether only torch's code makes and takes the state of an object, without a message between ranks.
+
+    True for modules but those of the older FSDP, for torch's schedulers, and for its optimizers that treat each element
+    by itself, unless a method is overridden or a hook registered.
+    """
+    parts: Iterable[Any] = (stateful,)
+    if isinstance(stateful, OptimizerState):
+        parts = chain(stateful.optimizers, stateful._model.modules())
+    elif isinstance(stateful, nn.Module | ModelState):
+        parts = (stateful.model if isinstance(stateful, ModelState) else stateful).modules()
+    return all(map(_is_torchs, parts))
+
+
+def _is_torchs(part: Any) -> bool:
+    is_module = isinstance(part, nn.Module) and not isinstance(part, FullyShardedDataParallel)
+    methods = (getattr(part, name, None) for name in _STATE_METHODS)
+    hooks = chain.from_iterable(vars(part).get(name, {}).values() for name in _STATE_HOOKS)
+    called = [function for function in (*methods, *hooks) if function is not None]
+    return (is_module or type(part) in _ELEMENTWISE or isinstance(part, LRScheduler)) and all(
+        str(getattr(function, "__module__", None)).startswith("torch.") for function in called
+    )
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

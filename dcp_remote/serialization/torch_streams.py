@@ -11,7 +11,7 @@ import re
 import struct
 import sys
 import zipfile
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,7 +22,9 @@ _RECORD_NAME = re.compile(
     r"data\.pkl|byteorder|version|\.format_version|\.storage_alignment|data/\d{1,19}|\.data/serialization_id",
     re.ASCII,
 )
+# What lies before the name and the extra field of a record, with the lengths of both at its end.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+HEADER_BYTES = _LOCAL_HEADER.size
 
 # torch's number of the layout: 1 to 10.
 _VERSION = re.compile(rb"([1-9]|10)\s*")
@@ -72,33 +74,53 @@ def load_restricted(stream: bytes) -> object:
     return value
 
 
+def list_records(stream: IO[bytes], length: int) -> dict[str, zipfile.ZipInfo]:
+    """Return the directory of a zip by the names of its records, without their common folder; no record is read.
+
+    Refuses, by an exception of any class, what `torch.save` does not write: a compressed record of a kilobyte may
+    become a gigabyte. `length` is that of the stream.
+    """
+    records: dict[str, zipfile.ZipInfo] = {}
+    folders: set[str] = set()
+    with zipfile.ZipFile(stream) as archive:
+        entries = archive.infolist()
+    for entry in entries:
+        folder, _, name = entry.filename.partition("/")
+        folders.add(folder)
+        is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
+        if _RECORD_NAME.fullmatch(name) is None or name in records or not is_stored:
+            raise ValueError(f"an unknown, second or compressed record {name[:100]!r}")
+        if not 0 <= entry.header_offset <= length - HEADER_BYTES - entry.file_size:
+            raise ValueError("a record lies outside the stream")
+        records[name] = entry
+    if len(folders) != 1 or not {"data.pkl", "version"} <= records.keys():
+        raise ValueError("records are missing, or lie in several folders")
+    if sum(entry.file_size for entry in entries) > length:
+        raise ValueError("records overlap")
+    return records
+
+
+def find_content(entry: zipfile.ZipInfo, header: bytes | memoryview) -> int:
+    """Return where in its stream the content of a record begins; `header` has the record's first `HEADER_BYTES`."""
+    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    return int(entry.header_offset) + HEADER_BYTES + int(name_bytes) + int(extra_bytes)
+
+
 def _read_records(stream: bytes) -> dict[str, memoryview]:
     """Return the records of the zip by name without their common folder; nothing is copied or inflated."""
     view = memoryview(stream)
     records: dict[str, memoryview] = {}
-    folders: set[str] = set()
     try:
-        with zipfile.ZipFile(io.BytesIO(stream)) as archive:
-            entries = archive.infolist()
-        for entry in entries:
-            folder, _, name = entry.filename.partition("/")
-            folders.add(folder)
-            is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
-            if _RECORD_NAME.fullmatch(name) is None or name in records or not is_stored:
-                raise ValueError(f"an unknown, second or compressed record {name[:100]!r}")
-            header = _LOCAL_HEADER.unpack_from(view, entry.header_offset)
-            start = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
-            if entry.header_offset < 0 or start + entry.file_size > len(view):
-                raise ValueError("a record lies outside the stream")
+        for name, entry in list_records(io.BytesIO(stream), len(view)).items():
+            start = find_content(entry, view[entry.header_offset : entry.header_offset + HEADER_BYTES])
             records[name] = view[start : start + entry.file_size]
+            if len(records[name]) < entry.file_size:
+                raise ValueError("a record lies outside the stream")
     except MemoryError:
         raise
     except Exception as error:
         # zipfile does not document what it raises on hostile directories.
         raise DamagedStreamError(f"not a zip of torch.save: {error}") from error
-    is_complete = len(folders) == 1 and {"data.pkl", "version"} <= records.keys()
-    if not is_complete or sum(map(len, records.values())) > len(stream):
-        raise DamagedStreamError("records are missing, overlap, or lie in several folders")
     return records
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import io
 import itertools
-import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -43,6 +42,7 @@ from dcp_remote.storage.base import (
     make_short_error,
     quote_etag,
 )
+from dcp_remote.storage.cloud.clients import refuse_after_fork
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
@@ -323,13 +323,7 @@ class _Connection:
 
     def filesystem(self) -> Any:
         """Return the file system; refused in a process that was forked after the first request."""
-        if self._pid not in (None, os.getpid()):
-            raise InvalidArgumentError(
-                "This process was forked from one that had used this store already, and clients do not survive a fork: "
-                "start processes with `spawn` or `forkserver`.",
-                pid=os.getpid(),
-                forked_from=self._pid,
-            )
+        pid = refuse_after_fork(self._pid)
         with self._lock:
             if self._filesystem is None:
                 from s3fs import S3FileSystem  # takes half a second, and unpickling needs no s3fs
@@ -344,7 +338,7 @@ class _Connection:
                 # The conditions of writes are set by the store alone.
                 given = filesystem.s3_additional_kwargs
                 filesystem.s3_additional_kwargs = {name: given[name] for name in given if not name.startswith("If")}
-                self._pid, self._filesystem = os.getpid(), filesystem
+                self._pid, self._filesystem = pid, filesystem
             return self._filesystem
 
     async def client(self) -> Any:

@@ -21,9 +21,10 @@ from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
 _Answer = TypeVar("_Answer")
+_Limit = TypeVar("_Limit")
 
 # A request that waits for its turn checks its deadline this often, since a save or load that fails expires it.
-_CHECK_SECONDS = 0.2
+CHECK_SECONDS = 0.2
 
 _NO_TIME = (
     "The limit of {} in storage_options left no time for this request. Raise the limit, or the deadline of the save or "
@@ -74,7 +75,7 @@ class ByteRate:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the limit; a process has its own count."""
-        return _rate_of, (self._name, self._bytes_per_second)
+        return _share, (ByteRate, self._name, self._bytes_per_second)
 
     def wait(self, size_bytes: int) -> None:
         """Wait until a request of this size may begin; transient error if its deadline comes first."""
@@ -85,7 +86,7 @@ class ByteRate:
                 raise self._no_time()  # nothing is claimed
             self._free_seconds = begin_seconds + size_bytes / self._bytes_per_second
         while (left_seconds := begin_seconds - self._clock.monotonic()) > 0:
-            self._clock.sleep(min(left_seconds, _CHECK_SECONDS))
+            self._clock.sleep(min(left_seconds, CHECK_SECONDS))
             if not remaining_seconds():
                 raise self._no_time()
 
@@ -108,7 +109,7 @@ class RequestSlots:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the limit; a process has its own count."""
-        return _slots_of, (self._count,)
+        return _share, (RequestSlots, self._count)
 
     @contextmanager
     def slot(self) -> Iterator[None]:
@@ -124,7 +125,7 @@ class RequestSlots:
         has_slot = False
         try:
             with writes_nothing():
-                while not (has_slot := self._slots.acquire(timeout=min(_CHECK_SECONDS, remaining_seconds()))):
+                while not (has_slot := self._slots.acquire(timeout=min(CHECK_SECONDS, remaining_seconds()))):
                     if not remaining_seconds():
                         raise TransientStorageError(
                             _NO_TIME.format("requests_in_flight"), requests_in_flight=self._count
@@ -171,24 +172,32 @@ def limit_store(store: ObjectStore, limits: StoreLimits) -> ObjectStore:
     upload, download = limits.upload_bytes_per_second, limits.download_bytes_per_second
     return LimitedStore(
         store,
-        upload=None if upload is None else _rate_of("upload_bytes_per_second", upload),
-        download=None if download is None else _rate_of("download_bytes_per_second", download),
-        slots=None if limits.requests_in_flight is None else _slots_of(limits.requests_in_flight),
+        upload=None if upload is None else _share(ByteRate, "upload_bytes_per_second", upload),
+        download=None if download is None else _share(ByteRate, "download_bytes_per_second", download),
+        slots=None if limits.requests_in_flight is None else _share(RequestSlots, limits.requests_in_flight),
     )
 
 
+_processes = 1  # of the job
+
+
+def note_processes(count: int) -> None:
+    """Note how many processes the job has, which begin their requests together."""
+    global _processes  # noqa: PLW0603  # one job, whatever the number of stores
+    _processes = count
+
+
+def count_processes() -> int:
+    """Return how many processes the job has, as noted; 1 at first."""
+    return _processes
+
+
 _shared_lock = threading.Lock()
-_rates: dict[tuple[str, float], ByteRate] = {}
-_slots: dict[int, RequestSlots] = {}
+_shared: dict[tuple[object, ...], Any] = {}
 
 
-def _rate_of(name: str, bytes_per_second: float) -> ByteRate:
+def _share(kind: Callable[..., _Limit], *arguments: object) -> _Limit:
     """Return the limit that all stores of this process with the same one share."""
     with _shared_lock:
-        return _rates.setdefault((name, bytes_per_second), ByteRate(name, bytes_per_second))
-
-
-def _slots_of(count: int) -> RequestSlots:
-    """Return the limit that all stores of this process with the same one share."""
-    with _shared_lock:
-        return _slots.setdefault(count, RequestSlots(count))
+        limit: _Limit = _shared.setdefault((kind, *arguments), kind(*arguments))
+        return limit

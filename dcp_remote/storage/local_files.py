@@ -10,6 +10,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -184,19 +185,10 @@ def locked(path: str, *, writable: bool) -> Iterator[os.stat_result]:
     writing, which locks on NFS need, and which other users' files on a local disk may refuse. A lock that is held, or a
     file that is replaced each time, for `_LOCK_WAIT_SECONDS_MAX` or until the caller's deadline is a TimeoutError.
     """
-    descriptor, status = _lock(path, writable=writable)
-    try:
-        yield status
-    finally:
-        _unlock(descriptor)
-
-
-def _lock(path: str, *, writable: bool) -> tuple[int, os.stat_result]:
     deadline = Deadline(min(_LOCK_WAIT_SECONDS_MAX, remaining_seconds()))
     flags = os.O_CLOEXEC | os.O_NONBLOCK | (os.O_RDWR if writable else os.O_RDONLY)
-    attempt = 0
-    while True:
-        descriptor = os.open(path, flags)
+    for pause_seconds in _LOCK_POLLING.growing_delays():
+        descriptor, is_locked = os.open(path, flags), False
         try:
             status = os.fstat(descriptor)
             if stat.S_ISDIR(status.st_mode):
@@ -204,19 +196,20 @@ def _lock(path: str, *, writable: bool) -> tuple[int, os.stat_result]:
             # Polled, since a process that was stopped while it held the lock must not block this one for ever.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file may have lost its name meanwhile. Its inode is not reused while it is open.
-            if os.path.samestat(status, os.stat(path)):
-                return descriptor, os.fstat(descriptor)
+            is_locked = os.path.samestat(status, os.stat(path))
+            if is_locked:
+                yield os.fstat(descriptor)
+                return
             obstacle = "the object was replaced by another process each time"
         except BlockingIOError:
+            if is_locked:
+                raise  # from the block
             obstacle = "another process holds the lock"
-        except BaseException:
+        finally:
             _unlock(descriptor)
-            raise
-        _unlock(descriptor)
         if deadline.expired():
             raise TimeoutError(errno.ETIMEDOUT, obstacle, path)
-        attempt += 1
-        time.sleep(_LOCK_POLLING.delay_seconds_limit(attempt))
+        time.sleep(pause_seconds)
 
 
 def _unlock(descriptor: int) -> None:
@@ -259,19 +252,9 @@ def _remove_if_stale(path: str, *, trust_locks: bool) -> None:
 
 def require_folder(path: str, *, url: str) -> None:
     """Refuse a root that is a file, or lies below one; a folder that does not exist yet is as good. A few stat(2)."""
-    found = path
-    while True:
-        try:
-            mode = os.stat(found).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            if os.path.dirname(found) == found:
-                return
-            found = os.path.dirname(found)
-        except OSError:
-            return  # no access, or too long a name: the first request says so
-        else:
-            break
-    if not stat.S_ISDIR(mode):
+    # What cannot be looked at, for lack of access or by a name that is too long, is left to the first request.
+    found = next(each for each in (path, *map(str, Path(path).parents)) if os.path.exists(each))
+    if not os.path.isdir(found):
         which = "is a file" if found == path else f"lies below the file {found}"
         raise InvalidArgumentError(
             f"The URL {which}; that of a checkpoint or run is a folder. Pass the URL of a folder, which need not exist "

@@ -12,6 +12,7 @@ from typing import Self
 from dcp_remote.common.picklable_errors import make_picklable
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.limits import note_processes
 from dcp_remote.storage.url import parse_url
 
 
@@ -118,12 +119,13 @@ def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
     return True
 
 
-def require_shared(location: Location, world_size: int) -> None:
-    """Refuse a store that not all processes of the job can see.
+def join_job(location: Location, world_size: int) -> None:
+    """Note how many processes the job has, and refuse a store that not all of them can see.
 
     A child of the process that opened the store (as with `AsyncCheckpointerType.PROCESS`) is refused too, since the
     objects would be lost with it.
     """
+    note_processes(world_size)
     if location.store.capabilities.shared:
         return
     if world_size > 1:

@@ -19,7 +19,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.read_plan import Want
-from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_targets
+from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_target
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
 from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
@@ -136,12 +136,13 @@ class SavedCheckpoint:
     def objects(self, names: Sequence[str]) -> dict[str, Any]:
         """Return objects by name; one GET per range of 8 MiB of those that are not in the manifest."""
         values: dict[str, Any] = {}
-        targets: list[Target] = []
-        for name in names:
-            targets += make_object_targets(
-                self.manifest, name, partial(values.__setitem__, name), allow_pickle=self._allow_pickle
-            )
-        self._read(targets)
+        deliver = values.__setitem__
+        self._read(
+            [
+                make_object_target(self.manifest, name, partial(deliver, name), allow_pickle=self._allow_pickle)
+                for name in names
+            ]
+        )
         return {name: unwrap_per_rank(self.path(name), values[name]) for name in names}
 
     def check(self, names: Iterable[str]) -> None:

@@ -83,7 +83,7 @@ def import_checkpoint(
     `FencedError`. Steps are imported in ascending order; steps that are there stay.
 
     Costs: one GET per 8 MiB of a tensor, and per 8 MiB of small tensors or objects that lie together in a file; two to
-    five more per chunk of torch's that is larger than 8 MiB, and one more per tensor of torch.save above 1 MiB; a HEAD
+    five more per chunk of torch's that is larger than 8 MiB, and one more per tensor of torch.save above 4 KiB; a HEAD
     per file at the end; the requests of a save. The verification reads the new checkpoint once, in ranges of 8 MiB, and
     compares each tensor with a digest of what was read from the source, and objects with the digests that the save
     made.

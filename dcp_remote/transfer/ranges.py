@@ -156,25 +156,17 @@ class RangeFile(io.RawIOBase):
         if self._position >= self._span.length:
             return 0
         if number not in self._blocks:
-            self.prefetch([self._position])
+            start = number * _BLOCK_BYTES
+            length = min(_BLOCK_BYTES, self._span.length - start)
+            if len(self._blocks) == _BLOCKS_MAX:
+                self._blocks.clear()
+            (self._blocks[number],) = self._reader.read([FileRange(self._span.file, self._span.start + start, length)])
         block = self._blocks[number]
         view = memoryview(buffer).cast("B")
         count = min(len(view), len(block) - begin)
         view[:count] = block[begin : begin + count]
         self._position += count
         return count
-
-    def prefetch(self, positions: Iterable[int]) -> None:
-        """Read the blocks at some positions, many at a time; for 64 positions at most."""
-        wanted = {position // _BLOCK_BYTES for position in positions if 0 <= position < self._span.length}
-        numbers, span = sorted(wanted - self._blocks.keys()), self._span
-        starts = [number * _BLOCK_BYTES for number in numbers]
-        blocks = self._reader.read(
-            [FileRange(span.file, span.start + start, min(_BLOCK_BYTES, span.length - start)) for start in starts]
-        )
-        if len(self._blocks) + len(blocks) > _BLOCKS_MAX:
-            self._blocks = {number: block for number, block in self._blocks.items() if number in wanted}
-        self._blocks.update(zip(numbers, blocks, strict=True))
 
 
 def _merge_neighbors(ranges: Sequence[FileRange]) -> tuple[list[FileRange], list[tuple[int, int]]]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.json_tree import DEPTH_MAX
 from dcp_remote.serialization.restricted_unpickler import UnsafeStreamError, unpickle
+from dcp_remote.serialization.torch_streams import HEADER_BYTES, find_content, list_records
 from dcp_remote.transfer.ranges import FileRange, RangeFile, RangeReader, require_shape
 from dcp_remote.transfer.tensor_source import Source, StoredTensor
 
@@ -26,22 +26,6 @@ _ZIP = b"PK\x03\x04"
 _VALUES_MAX, _VALUES_PER_BYTE_MAX = 10_000, 8
 _NAME_CHARACTERS_MAX, _NAME_CHARACTERS_PER_BYTE_MAX = 1 * MiB, 16
 
-# Alignment of storages, in bytes; torch divides by it, and writes 64.
-_ALIGNMENT_MAX = 1 * MiB
-
-# Offset from which a zip's numbers take 8 bytes.
-_ZIP32_MAX = 2**32 - 1
-
-# Flag of a record whose checksum and sizes lie behind it: torch sets it for all that are not empty.
-_HAS_DESCRIPTOR = 8
-
-# Places of larger storages are read, and not only computed from the directory: a GET of a block for each.
-_SMALL_BYTES_MAX = 1 * MiB
-
-# Headers that are read together, and their bytes. A header may lie in two of the 64 blocks that are kept.
-_HEADERS_AT_A_TIME = 32
-_HEADER_BYTES = 30
-
 _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
 
@@ -51,36 +35,45 @@ class Layout:
 
     value: Any
     span: FileRange  # the stream
-    sizes: Mapping[int, int]  # size in bytes of each storage, by its first byte in the stream
+    sizes: Mapping[int, int]  # size in bytes of each record, by its first byte in the stream
     details: Mapping[str, Any]  # URL and file, for messages
 
 
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
-    """Return the layout of a stream; two to five GETs of 64 KiB, and one per storage above 1 MiB, 16 at a time.
+    """Return the layout of a stream; three to five GETs, and one per storage above 4 KiB, 16 at a time.
 
     The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and know their places.
     Refused are objects that need code, tensors that torch cannot load without memory, compressed records, another byte
     order, and what `require_walkable` refuses.
     """
     details = {"url": reader.store.url, "file": span.file}
+
+    def read(places: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, memoryview]:
+        ranges = [FileRange(span.file, span.start + start, sizes[name]) for name, start in places.items()]
+        return dict(zip(places, reader.read(ranges), strict=True))
+
     try:
-        file = RangeFile(reader, span)
-        with io.BufferedReader(file) as stream:
-            found, end = _list_records(stream, span.length, details)
-            stream.seek(0)
-            records: Any = torch._C.PyTorchFileReader(stream)  # typed in part
-            starts = _find_storages(records, found, end, file, details)
-            program = records.get_record("data.pkl")
-            record_bytes = {one.filename.partition("/")[2]: one.file_size for one in found}
+        with io.BufferedReader(RangeFile(reader, span)) as stream:
+            records = list_records(stream, span.length)
+        record_bytes = {name: one.file_size for name, one in records.items()}
+        headers = read({name: one.header_offset for name, one in records.items()}, dict.fromkeys(records, HEADER_BYTES))
+        starts = {name: find_content(one, headers[name]) for name, one in records.items()}
+        found = read({name: starts[name] for name in ("data.pkl", "byteorder") if name in starts}, record_bytes)
+        order = bytes(found.get("byteorder", b""))
+        if order in {b"little", b"big"} - {sys.byteorder.encode()}:
+            raise InvalidArgumentError(
+                f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
+            )
 
-            def make_storage(name: str, size_bytes: int, _: torch.dtype) -> torch.UntypedStorage:
-                storage = torch.UntypedStorage(size_bytes, device="meta")
-                storage._checkpoint_offset = starts.get(name)
-                return storage
+        def make_storage(name: str, size_bytes: int, _: torch.dtype) -> torch.UntypedStorage:
+            storage = torch.UntypedStorage(size_bytes, device="meta")
+            storage._checkpoint_offset = starts[name]
+            return storage
 
-            value = unpickle(program, record_bytes, make_storage)
-            require_walkable(value, len(program), **details)
-            return Layout(value, span, {start: record_bytes[name] for name, start in starts.items()}, details)
+        program = bytes(found["data.pkl"])
+        value = unpickle(program, record_bytes, make_storage)
+        require_walkable(value, len(program), **details)
+        return Layout(value, span, {start: record_bytes[name] for name, start in starts.items()}, details)
     except (DcpRemoteError, MemoryError):
         raise
     except UnsafeStreamError as error:
@@ -109,71 +102,6 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
             **details,
             cause=error,
         ) from error
-
-
-def _list_records(stream: IO[bytes], length: int, details: Mapping[str, Any]) -> tuple[list[zipfile.ZipInfo], int]:
-    """Return the records of a zip, and where they end, before torch reads any.
-
-    A compressed record of a kilobyte may become a gigabyte.
-    """
-    with zipfile.ZipFile(stream) as archive:
-        found, end = archive.infolist(), archive.start_dir
-    if any(one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size for one in found):
-        raise InvalidArgumentError(
-            f"A file has compressed records, as TorchScript and other tools than torch.save pack them. {_INSTEAD}",
-            **details,
-        )
-    if sum(one.file_size for one in found) > length:
-        raise ValueError("records overlap")
-    if len({one.filename.partition("/")[2] for one in found}) < len(found):
-        raise ValueError("two records have the same name")
-    return found, end
-
-
-def _find_storages(
-    records: Any, found: Sequence[zipfile.ZipInfo], end: int, file: RangeFile, details: Mapping[str, Any]
-) -> dict[str, int]:
-    """Return the first bytes of the storages in a stream, by name; of those that torch has packed."""
-    order = records.get_record("byteorder") if records.has_record("byteorder") else None
-    if order in {b"little", b"big"} - {sys.byteorder.encode()}:
-        raise InvalidArgumentError(
-            f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
-        )
-    alignment = int(records.get_record(".storage_alignment")) if records.has_record(".storage_alignment") else None
-    if alignment is not None and (not 0 < alignment <= _ALIGNMENT_MAX or alignment & (alignment - 1)):
-        raise ValueError(f"an alignment of {alignment} bytes")
-    ordered = sorted(found, key=lambda one: one.header_offset)
-    ends = (*(one.header_offset for one in ordered[1:]), end)
-    # Another tool packs without torch's padding, or its descriptors behind the records: a place would be wrong. One
-    # record may fit by chance, and not all.
-    is_torchs = alignment is not None and all(
-        _is_packed_by_torch(records, one, after, alignment) for one, after in zip(ordered, ends, strict=True)
-    )
-    starts: dict[str, int] = {}
-    unread: list[tuple[str, int]] = []
-    for one in ordered:
-        name = one.filename.partition("/")[2]
-        if not name.startswith("data/"):
-            continue
-        if alignment is None or one.file_size > _SMALL_BYTES_MAX:
-            unread.append((name, one.header_offset))
-        elif is_torchs:
-            starts[name] = records.get_record_offset_no_read(one.header_offset, name, one.file_size, alignment)
-    for first in range(0, len(unread), _HEADERS_AT_A_TIME):
-        group = unread[first : first + _HEADERS_AT_A_TIME]
-        file.prefetch(offset + at for _, offset in group for at in (0, _HEADER_BYTES - 1))
-        starts |= {name: records.get_record_offset(name) for name, _ in group}
-    return starts
-
-
-def _is_packed_by_torch(records: Any, one: zipfile.ZipInfo, after: int, alignment: int) -> bool:
-    """Return whether a record lies where torch puts it, its descriptor behind it, and ends at `after`."""
-    name, size_bytes = one.filename.partition("/")[2], one.file_size
-    start: int = records.get_record_offset_no_read(one.header_offset, name, size_bytes, alignment)
-    if not size_bytes:
-        return start == after
-    descriptor_bytes = 24 if one.header_offset >= _ZIP32_MAX else 16
-    return bool(one.flag_bits & _HAS_DESCRIPTOR) and start + size_bytes + descriptor_bytes == after
 
 
 def require_walkable(value: object, stream_bytes: int, **details: object) -> None:
@@ -293,7 +221,7 @@ class TorchFileSource(Source):
         stored, name = find_stored(value, layout), ".".join(path)
         if stored is None:
             raise InvalidArgumentError(
-                f"A tensor of the file is no plain one, or another tool than torch has packed the file. {_INSTEAD}",
+                f"A tensor of the file is no plain one. {_INSTEAD}",
                 file=layout.span.file,
                 tensor=name,
                 layout=value.layout,

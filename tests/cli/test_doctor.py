@@ -310,9 +310,9 @@ def test_a_wrong_call(cli: CommandLine, arguments: list[str], says: str) -> None
 
 
 def test_a_silent_server(examine: Examine, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_remote.storage.cloud.checks._READ_SECONDS", 0.2)
+    for module in ("checks", "diagnosis"):
+        monkeypatch.setattr(f"dcp_remote.storage.cloud.{module}.READ_SECONDS", 0.2)
     assert examine_server(examine, lambda request: HttpAnswer(silent=True)).named("fail") == ["endpoint"]
-    monkeypatch.setattr("dcp_remote.storage.cloud.diagnosis._PROBE_TIMEOUTS_SECONDS", (0.2, 0.2))
     report = examine_server(examine, lambda request: HttpAnswer(silent=request.method != "HEAD"))
     assert report.named("fail") == ["bucket"]
 

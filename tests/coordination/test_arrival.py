@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import time
@@ -224,8 +225,9 @@ def test_a_contribution_shows_that_a_rank_has_come() -> None:
         def part() -> int:
             with join(ranks, arrival_seconds=ARRIVAL_SECONDS) as collective:
                 assert ranks.heartbeat is not None
+                part = pickle.dumps({2: b""})
                 ranks.heartbeat.enqueue(
-                    lambda client: client.put(CollectiveKeys(collective.number, WHAT).contribution(1, 2), b"")
+                    lambda client: client.append(CollectiveKeys(collective.number, WHAT).parts(1), part)
                 )
                 return collective.gather(None, len)
 

@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,12 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
+from dcp_remote.coordination import key_value
+from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.key_value import _NEVER_STORED as NEVER_STORED
+from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.errors import CommitConflictError, DcpRemoteError, FencedError, SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import WHAT, errors, expected, join, plain, rank_threads, together, upload, wait_until
 
@@ -43,9 +49,7 @@ def test_all_get_their_answers(world_size: int) -> None:
             with join(ranks, f"the save of step {number}") as collective:
                 assert collective.gather(ranks.rank + number, decide) == {"sum": [rank + number for rank in everybody]}
                 answers.append(collective.scatter(ranks.rank, lambda values: [-value for value in values]))
-                some = collective.scatter_grouped(
-                    ranks.rank, lambda values: ([values[0::2], values[1::2]], [value % 2 for value in values])
-                )
+                some = collective.scatter(ranks.rank, share_by_parity)
                 assert some == list(everybody)[ranks.rank % 2 :: 2]
                 assert collective.gather(None, len) == world_size
                 assert collective.cancelled is None
@@ -57,12 +61,111 @@ def test_all_get_their_answers(world_size: int) -> None:
     assert [values for _, values in asked] == [[rank + number for rank in everybody] for number in range(3)]
 
 
+def share_by_parity(values: list[int]) -> list[list[int]]:
+    both = values[0::2], values[1::2]
+    return [both[value % 2] for value in values]
+
+
 def test_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty ranks, of whose contributions seven are read at a time."""
-    monkeypatch.setattr("dcp_remote.coordination.collective._RANKS_PER_READ", 7)
+    """Twenty ranks, of whose contributions seven are read at a time, and whose answers are put in blocks of three."""
+    monkeypatch.setattr("dcp_remote.coordination.messages._PARTS_PER_READ", 7)
+    monkeypatch.setattr("dcp_remote.coordination.messages._BLOCK_BYTES", 3 * len(pickle.dumps(11)))
     with rank_threads(20, beat_seconds=0.2) as them:
         assert [result.value for result in them.run(together)] == expected(20)
         assert [result.value for result in them.run(together)] == expected(20)
+
+
+class CountedStore:
+    """Connection to a store that counts the operations on the keys of rounds, but for looks that find nothing new."""
+
+    def __init__(self, store: dist.Store, counts: Counter[str]) -> None:
+        self._store = store
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        def call(keys: str | list[str], *arguments: Any) -> Any:
+            answer = getattr(self._store, name)(keys, *arguments)
+            key = keys if isinstance(keys, str) else keys[0]
+            if re.match(r"\d+-\w+/\d+/", key) and answer not in (False, NEVER_STORED) and arguments != (0,):
+                self._counts[name] += 2 if name == "multi_get" else 1
+            return answer
+
+        return call
+
+
+@pytest.mark.parametrize(("world_size", "reading"), [(2, 1), (8, 1 + 2), (64, 4 + 2)])
+def test_operations_on_the_store(world_size: int, reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four for each rank and round, three more, and those that read the parts; none that ask for verdicts."""
+    counts, connect = Counter[str](), key_value.open_connection
+    monkeypatch.setattr(key_value, "open_connection", lambda store: CountedStore(connect(store), counts))
+    read_verdicts, asked = Collective._read_verdicts, list[int]()
+
+    def read_verdicts_noted(collective: Collective, client: Client) -> None:
+        asked.append(collective.number)
+        read_verdicts(collective, client)
+
+    monkeypatch.setattr(Collective, "_read_verdicts", read_verdicts_noted)
+    barrier, found = threading.Barrier(world_size), list[Counter[str]]()
+    others = world_size - 1
+
+    def part(ranks: RankGroup) -> None:
+        for number in (1, 2):
+            with join(ranks) as collective:
+                rounds: list[Callable[[], object]] = [
+                    lambda: collective.gather(ranks.rank, len),
+                    lambda: collective.scatter(ranks.rank, lambda values: values),
+                    lambda: collective.scatter(ranks.rank, lambda values: [values] * len(values)),
+                ]
+                for round_number, take_part in enumerate([rounds[0], *rounds], start=1):
+                    series = f"group/{CollectiveKeys(number, WHAT).parts(round_number)}"
+                    barrier.wait(30)
+                    if ranks.rank == 0:
+                        wait_until(lambda series=series: them.store.add(series, 0) == others)  # type: ignore[misc]
+                    take_part()
+                    barrier.wait(30)
+                    if ranks.rank == 0:
+                        found.append(counts.copy())
+                        counts.clear()
+
+    with rank_threads(world_size, beat_seconds=60.0) as them:
+        assert [result.error for result in them.run(part)] == [None] * world_size
+    assert sorted(asked) == [1] * world_size + [2]
+    for count in found[1:4] + found[5:]:
+        assert count == {
+            "add": others,
+            "set": others + 1,
+            "delete_key": others + 2,
+            **({"compare_set": 1 + reading} if world_size == 2 else {}),
+            **({"compare_set": others, "check": reading - 2, "multi_get": 2} if world_size > 2 else {}),
+        }
+
+
+def test_a_part_that_is_never_put_and_one_that_is_put_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank dies before it puts its part, another repeats the request: ranks are waited for, and all is deleted."""
+    monkeypatch.setattr("dcp_remote.coordination.messages._PARTS_PER_READ", 2)
+    with rank_threads(4) as them:
+        client, series = Client(dist.PrefixStore("group", them.store)), CollectiveKeys(1, WHAT).parts(1)
+        client.add(series, 1)
+        client.append(series, pickle.dumps({1: pickle.dumps(1), 2: pickle.dumps(2)}))
+        client.add(series, 1)
+        client.append(series, pickle.dumps({2: pickle.dumps(2)}))
+        assert [result.value for result in them.run(together)] == expected(4)
+        assert them.left() == [CollectiveKeys(1, WHAT).answer(2)]
+
+
+def test_answers_are_put_before_the_contributions_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose contribution was read, and which is behind another that speaks for it, finds its answer."""
+    put, seen = Client.put, list[bool]()
+
+    def put_noted(client: Client, key: str, value: bytes) -> None:
+        if key.endswith("/out"):
+            seen.append(client.has([key.removesuffix("out") + "in/1"]))
+        put(client, key, value)
+
+    monkeypatch.setattr(Client, "put", put_noted)
+    with rank_threads(2) as them:
+        assert [result.value for result in them.run(together)] == expected(2)
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -95,8 +198,8 @@ def test_large_values() -> None:
         with join(ranks) as collective:
             everything = collective.gather(mine, b"".join)
             own = collective.scatter(mine, lambda values: [2 * value for value in values])
-            dealt = collective.scatter_grouped(mine, lambda values: (values[::-1], [1, 0]))
-        return own == 2 * dealt == 2 * mine and len(everything) == 2 * len(mine)
+            swapped = collective.scatter(mine, lambda values: values[::-1])
+        return own == 2 * mine and swapped == bytes([1 - ranks.rank]) * len(mine) and len(everything) == 2 * len(mine)
 
     with rank_threads(2, store) as them:
         assert [result.value for result in them.run(part)] == [True, True]

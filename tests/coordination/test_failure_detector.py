@@ -13,6 +13,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import (
     WHAT,
+    CountingStore,
     Ended,
     expected,
     held,
@@ -25,6 +26,28 @@ from tests.support.rank_threads import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
+
+
+def test_a_rank_that_waits_looks_for_a_verdict_only_if_one_is_announced() -> None:
+    """Count operations of ten heartbeats: none but those of the heartbeat itself; then the coordinator fails."""
+    store = CountingStore(dist.HashStore())
+    coordinator = RankGroup(0, 2, store.store, beat_seconds=0.03)
+    one = RankGroup(1, 2, store, beat_seconds=0.03)  # type: ignore[arg-type]
+    counts: list[int] = []
+    try:
+        failing = join(coordinator)
+        waiting = join(one)
+        one.add_hook(lambda _client: counts.append(store.operations))
+        wait_until(lambda: len(counts) > 14)
+        assert counts[13] - counts[3] == 20
+        with pytest.raises(ValueError, match="boo"), failing:
+            raise ValueError("boo")
+        wait_until(lambda: waiting.cancelled)
+        assert "cause='ValueError: boo'" in plain(waiting.cancelled)
+        one.abandon(waiting, ValueError())
+    finally:
+        one.close()
+        coordinator.close()
 
 
 # ---- the deadline

@@ -25,7 +25,7 @@ from dcp_remote.coordination.heartbeat import (
     heartbeat_interval_seconds,
 )
 from dcp_remote.coordination.key_value import Client
-from tests.support.rank_threads import Clock, host_command, wait_until
+from tests.support.rank_threads import Clock, CountingStore, host_command, wait_until
 
 # ---- pure
 
@@ -144,6 +144,52 @@ def test_a_watching_rank_sees_the_status_of_another() -> None:
         status = one.last(1)
         assert status is not None
         assert status.is_closed
+
+
+def test_a_heartbeat_costs_two_operations() -> None:
+    """Count what a rank asks of the store in ten heartbeats, in an operation and after it; a hook asks nothing."""
+    store = CountingStore(dist.HashStore())
+    Client(store.store).put("beat/0", RankStatus(1).encode())
+    counts: list[int] = []
+    one = Heartbeat(store, 3, beat_seconds=0.02)  # type: ignore[arg-type]
+    one.add_hook(lambda _client: counts.append(store.operations))
+    one.start()
+    try:
+        one.enter(1, "a save", [0])
+        wait_until(lambda: len(counts) > 12)
+        assert counts[11] - counts[1] == 20
+        one.leave("done")
+        seen = len(counts)
+        wait_until(lambda: len(counts) > seen + 12)
+        assert counts[seen + 11] - counts[seen + 1] == 20
+    finally:
+        one.close()
+
+
+def test_all_ranks_hear_what_the_coordinator_announces() -> None:
+    """Announce a number, and another: each is in the status of the coordinator, which ranks read in no operation."""
+    with heartbeats(3) as (coordinator, *others):
+        assert [one.announced("verdict") for one in others] == [0, 0]
+        coordinator.announce("verdict", 1)
+        wait_until(lambda: [one.announced("verdict") for one in others] == [1, 1])
+        coordinator.announce("verdict", 7)
+        wait_until(lambda: [one.announced("verdict") for one in others] == [7, 7])
+
+
+def test_ranks_are_asked_by_the_coordinator_and_the_coordinator_by_any() -> None:
+    """Ask, and take the question back."""
+    store = dist.HashStore()
+    client = Client(store)
+    with heartbeats(3, store) as (coordinator, one, other):
+        one.ask_positions(client)
+        wait_until(lambda: coordinator.is_asked)
+        assert not other.is_asked
+        coordinator.stop_asking(client)
+        wait_until(lambda: not coordinator.is_asked)
+        coordinator.ask_positions(client)
+        wait_until(lambda: one.is_asked and other.is_asked)
+        coordinator.stop_asking(client)
+        wait_until(lambda: not (coordinator.is_asked or one.is_asked or other.is_asked))
 
 
 def test_no_rank_is_watched_between_operations() -> None:

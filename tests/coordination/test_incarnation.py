@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from dcp_remote.coordination.heartbeat import Heartbeat, RankStatus
 from dcp_remote.coordination.incarnation import Incarnation
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.use_counter import UseCounter
-from tests.support.rank_threads import wait_until
+from tests.support.rank_threads import CountingStore, wait_until
 
 
 class Process:
@@ -180,31 +179,26 @@ def test_a_rank_that_is_new_among_survivors() -> None:
         assert [rank.number() for rank in (coordinator, new)] == ([4, 4] if not is_closed else [4, 5])
 
 
-class CountingStore:
-    """Store that counts operations."""
-
-    def __init__(self) -> None:
-        self._store, self.count = dist.HashStore(), 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "clone":
-            raise AttributeError(name)
-        self.count += 1
-        return getattr(self._store, name)
-
-
 def test_what_an_incarnation_costs(lives: list[Heartbeat]) -> None:
-    """Two operations for each look; none for a coordinator but its signs."""
-    store: Any = CountingStore()
+    """One operation for each look; none for a coordinator but its signs."""
+    store: Any = CountingStore(dist.HashStore())
     rank, coordinator = Process(store, 1), Process(store, 0)
-    for _ in range(5):
-        before = store.count
+    for number in range(5):
         rank.find()
-        assert store.count - before <= 2
+        assert store.operations == number + 1
     coordinator.find()
     lives[0].close()
-    before = store.count
+    before = store.operations
     assert coordinator.find() is not None
-    assert store.count == before
-    time.sleep(0.05)
-    assert store.count == before
+    assert store.operations == before
+
+
+def test_what_a_number_costs() -> None:
+    """One operation; none is asked for the counts of others while this rank's is not doubtful."""
+    store: Any = CountingStore(dist.HashStore())
+    rank = Process(store, 1)
+    numbers = [rank.use()._number_use(Client(store), "run", is_missed=False) for _ in range(3)]
+    assert numbers == [1, 2, 3]
+    assert store.operations == 3
+    assert Process(store, 0).use()._number_use(Client(store), "run", is_missed=True) == 1
+    assert store.operations == 4

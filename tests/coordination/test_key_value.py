@@ -40,14 +40,16 @@ STORES: dict[str, Callable[[Path], dist.Store]] = {"tcp": tcp, "file": file, "ha
     ],
 )
 def test_values_of_any_size(kind: str, size_bytes: int, tmp_path: Path) -> None:
-    """Put a value, read it by another client, take it by a third; some are more than a TCPStore takes at once."""
+    """Put a value, read it by another client, delete it by a third; some are more than a TCPStore takes at once."""
     store = dist.PrefixStore("a", STORES[kind](tmp_path))
     clients = [Client(store) for _ in range(3)]
     value = os.urandom(size_bytes)
     clients[0].put("k/1", value)
     clients[0].put("k/2", b"other")
+    both = {"k/1": value, "k/2": b"other"}
     assert clients[1].get_many(["k/2", "k/1"]) == [b"other", value]
-    assert clients[2].take_many(["k/1", "k/2"]) == [value, b"other"]
+    assert clients[2].get_present(["k/1", "k/2", "k/3"]) == {key: one for key, one in both.items() if one}
+    clients[2].delete(both, {"k/1": len(value)})
     assert not clients[0].present(["k/1", "k/1+1", "k/1+2", "k/2"])
     clients[0].put("k/1", value)
     assert clients[0].has(["k/1"])  # only this answer says that the value has arrived
@@ -68,8 +70,8 @@ def test_keys_deleted_before_they_are_read(monkeypatch: pytest.MonkeyPatch, tmp_
     with monkeypatch.context() as patched:
         patched.setattr(client, "_store", SimpleNamespace(compare_set=client._store.compare_set))
         assert client.get("gone") == b""
-        assert client.take_many(["gone"]) == [b""]
-    assert client.take_many(["there", "gone"]) == [b"", b""]
+        assert client.get_present(["gone"]) == {}
+    assert client.get_many(["there", "gone"]) == [b"", b""]
     assert client.get("there") == b"value"
     waits = []
 
@@ -92,6 +94,21 @@ def test_the_first_to_put_wins(kind: str, tmp_path: Path) -> None:
     clients[1].put_first("k", b"\x00first")
     clients[0].put_first("k", b"second")
     assert clients[0].get("k") == b"\x00first"
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_series(kind: str, tmp_path: Path) -> None:
+    """Two clients append values, one of them of several parts; a third was about to, and has died. All is deleted."""
+    store = STORES[kind](tmp_path)
+    clients = [Client(store) for _ in range(2)]
+    clients[0].append("s", b"first")
+    assert clients[0].add("s", 1) == 2
+    clients[1].append("s", bytes(4 * MiB + 1))
+    assert clients[1].add("s", 0) == 3
+    assert clients[1].get_present(["s/1", "s/2", "s/3"]) == {"s/1": b"first", "s/3": bytes(4 * MiB + 1)}
+    clients[0].delete_series("s")
+    assert not clients[1].present(["s", "s/1", "s/2", "s/3", "s/3+1"])
+    assert clients[1].add("s", 0) == 0
 
 
 @pytest.mark.parametrize("there", [[], [0], [39], list(range(40)), [3, 4, 17, 33]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,16 +11,20 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_remote.common.units import MiB
-from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import PermissionDeniedError
+from dcp_remote.manager import save_planning
+from dcp_remote.saving.plan_cache import Proposal, to_rank_plan
+from dcp_remote.saving.plan_table import Share
 from dcp_remote.storage import LocalStore, ObjectStore
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.distributed.managed import Ended, State, ended, managing
+from tests.support.rank_threads import counted_rounds
 
 # Of the tensor that is sharded over all ranks.
 ROWS = 12
@@ -67,23 +71,22 @@ def _denied() -> PermissionDeniedError:
 
 
 @contextmanager
-def scatters_counted() -> Iterator[list[int]]:
-    """Count of the exchanges of plans: a list of one number."""
+def plans_counted() -> Iterator[list[int]]:
+    """Count of the plans on which this rank has agreed with the others: a list of one number."""
     count = [0]
-    scatter = Collective.scatter
 
-    def counted(joint: Collective, value: Any, decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def counted(proposal: Proposal, share: Share) -> SavePlan:
         count[0] += 1
-        return scatter(joint, value, decide)
+        return to_rank_plan(proposal, share)
 
-    with mock.patch.object(Collective, "scatter", counted):
+    with mock.patch.object(save_planning, "to_rank_plan", counted):
         yield count
 
 
 def plans_of_saves(path: Path, changes: Sequence[str], dedup: bool, overwrite: bool) -> list[int]:
     """Save a state of each structure in turn; how often plans were exchanged for each."""
     exchanged = []
-    with managing(path, dedup=dedup) as manager, scatters_counted() as count:
+    with managing(path, dedup=dedup) as manager, plans_counted() as count:
         for number, change in enumerate(changes, 1):
             count[0] = 0
             step = 1 if overwrite else number
@@ -97,7 +100,7 @@ def plans_around_failures(path: Path, victim: int) -> list[tuple[int, str | None
     seen: list[tuple[int, str | None]] = []
     for fails_first in (True, False):
         store = Refusing(LocalStore(str(path / str(fails_first))))
-        with managing(store) as manager, scatters_counted() as count:
+        with managing(store) as manager, plans_counted() as count:
             for step in range(1, 6):
                 count[0] = 0
                 change = "" if step < 4 else "other rows"
@@ -140,17 +143,18 @@ def unlike_replicas(path: Path, unlike: Sequence[bool]) -> list[tuple[int, int]]
     """Save a tensor of 4 MiB that every rank has whole, in shards of 1 MiB; in some saves one value is the rank's own.
 
     Returns:
-        For each save, how often all ranks' words were gathered and plans exchanged.
+        For each save, how often all ranks met, and plans were exchanged.
     """
     seen = []
-    gather = Collective.gather
-    gathered = mock.patch.object(Collective, "gather", autospec=True, side_effect=gather)
-    with managing(path, memory_budget_bytes=MiB) as manager, scatters_counted() as count, gathered as gathers:
+    with (
+        managing(path, memory_budget_bytes=MiB) as manager,
+        plans_counted() as count,
+        counted_rounds(dist.get_rank()) as rounds,
+    ):
         for step, differs in enumerate(unlike, start=1):
-            gathers.reset_mock()
             count[0] = 0
             whole = torch.full((1024, 1024), float(step))
             whole[step * 200, 1] = 100 + dist.get_rank() if differs else 99
             manager.save(step, {"w": whole}, wait=True)
-            seen.append((gathers.call_count, count[0]))
+            seen.append((rounds[f"the save of step {step}"], count[0]))
     return seen

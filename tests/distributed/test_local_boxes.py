@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_remote import LocalBoxes, load
 from tests.distributed.managed import managing
-from tests.distributed.planning import scatters_counted
+from tests.distributed.planning import plans_counted
 from tests.support.rank_pool import RankPool
 
 THREE, PAIR = range(3), range(2)
@@ -58,7 +58,7 @@ def partition(step: int | None) -> tuple[torch.Tensor, dict[str, LocalBoxes]]:
 def save_partitions(path: Path) -> list[int]:
     """Save two steps, the memory overwritten meanwhile; return how often plans were exchanged for each."""
     exchanged = []
-    with managing(path) as manager, scatters_counted() as count:
+    with managing(path) as manager, plans_counted() as count:
         for step in (1, 2):
             count[0] = 0
             memory, boxes = partition(step)

@@ -23,6 +23,7 @@ from dcp_remote.saving import late_copies
 from dcp_remote.saving.late_copies import Copy, LateCopies
 from tests.distributed.managed import managing
 from tests.support.rank_pool import RankPool
+from tests.support.rank_threads import counted_rounds
 from tests.support.training import STRATEGIES, Leaves, Transformer, assert_same, full, gathered
 
 PAIR = (0, 1)
@@ -78,10 +79,11 @@ def save(wrapper: str, url: str, steps: int) -> Leaves:
 
 
 def restore(wrapper: str, url: str, steps: int) -> Leaves:
-    """Restore into a fresh optimizer; return the whole state."""
+    """Restore into a fresh optimizer, in three rounds, and four under the older FSDP; return the whole state."""
     model, optimizer, state = parts(wrapper, 2, steps=0)
-    with managing(url) as checkpoints:
+    with managing(url) as checkpoints, counted_rounds(dist.get_rank()) as rounds:
         assert checkpoints.restore(state) == 1
+    assert rounds == {"the restore": 4 if wrapper == "older fsdp" else 3}
     assert bool(optimizer.state) == bool(steps)
     return whole_state(model, optimizer) if steps else {}
 
@@ -99,6 +101,12 @@ def test_another_wrapper_and_world_size(rank_pool: RankPool, tmp_path: Path) -> 
     for loader, ranks in (("ddp", PAIR), ("fsdp", (0, 1, 2))):
         for found in rank_pool.run(restore, loader, url, 2, ranks=ranks):
             assert_same(found, expected, loader)
+
+
+def test_the_older_fsdp(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Its states are taken by collectives of torch, so that ranks meet once more."""
+    rank_pool.run(save, "older fsdp", tmp_path.as_uri(), 2, ranks=PAIR)
+    rank_pool.run(restore, "older fsdp", tmp_path.as_uri(), 2, ranks=PAIR)
 
 
 @pytest.mark.torture(smoke=False)

@@ -32,6 +32,23 @@ def test_round_trip(values: list[int]) -> None:
     assert text == column(width, differences)
 
 
+def test_narrow_integers() -> None:
+    """Columns of narrow unsigned integers, whose differences are negative or wider, are those of the same values."""
+    for values in ([3, 250, 1, 0], [70_000, 2, 2**32 - 1]):
+        narrow = np.array(values, dtype=np.min_scalar_type(max(values)))
+        assert encode_column(narrow) == encode_column(np.array(values, dtype=np.int64))
+
+
+def test_what_a_reader_would_refuse_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers out of bounds, and too many of them: the coordinator does not decode what it has encoded."""
+    for values in ([-1], [5, VALUE_MAX + 1]):
+        with pytest.raises(CorruptCheckpointError, match="out of bounds"):
+            encode_column(np.array(values))
+    monkeypatch.setattr(columns, "ENTRIES_MAX", 2)
+    with pytest.raises(CorruptCheckpointError, match="too many entries"):
+        encode_column(np.array([1, 2, 3]))
+
+
 @given(st.sampled_from([1, 2, 4, 8]), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6))
 def test_any_differences(width: int, differences: list[int]) -> None:
     """Values out of bounds are refused, also where int64 sums wrap around; Python's integers are the oracle."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import TypeVar
-
 import numpy as np
 import torch
 
@@ -17,8 +13,7 @@ from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from tests.support.manifests import Layout, build
 from tests.support.simulated_ranks import LocalShards
-
-_Answer = TypeVar("_Answer")
+from tests.support.work import count_work
 
 
 def wide(*, tensors: int, ranks: int, chunks_of_a_shard: int = 60) -> Manifest:
@@ -34,23 +29,6 @@ def wide(*, tensors: int, ranks: int, chunks_of_a_shard: int = 60) -> Manifest:
         layouts.append(Layout(name, TensorKind("float32"), (rows, width), chunks, pieces))
     shard_of = [rank + ranks * (number // chunks_of_a_shard) for number in range(tensors) for rank in range(ranks)]
     return build(layouts, shard_of=shard_of)
-
-
-def work(call: Callable[[], _Answer]) -> tuple[_Answer, int, int]:
-    """Return the result of a call, the number of function calls, and the number of new objects that remain."""
-    calls = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    blocks, profile = sys.getallocatedblocks(), sys.getprofile()
-    sys.setprofile(count)
-    try:
-        answer = call()
-    finally:
-        sys.setprofile(profile)
-    return answer, calls, sys.getallocatedblocks() - blocks
 
 
 def test_a_chunk_takes_two_bytes_beside_its_digest() -> None:
@@ -70,7 +48,7 @@ def test_nothing_is_done_chunk_by_chunk() -> None:
     for ranks in (50, 200):
         data = manifest_json.encode(wide(tensors=40, ranks=ranks))
         manifest_json.decode(data)  # what is imported and cached
-        manifest, calls, objects = work(lambda data=data: manifest_json.decode(data))  # type: ignore[misc]  # bound now
+        manifest, calls, objects = count_work(lambda data=data: manifest_json.decode(data))  # type: ignore[misc]  # bound now
         assert manifest is not None
         shards = len(manifest.shards.keys)
         planner = RemoteLoadPlanner()
@@ -85,7 +63,7 @@ def test_nothing_is_done_chunk_by_chunk() -> None:
             planner.set_up_planner(dict(state), to_dcp_metadata(manifest), is_coordinator=True)
             return len(planner.create_local_plan().items)
 
-        items, plan_calls, plan_objects = work(planned)
+        items, plan_calls, plan_objects = count_work(planned)
         assert items == 40
         answers.append((calls - 6 * shards, plan_calls))  # a key is looked at six times
     few, many = answers

@@ -96,11 +96,31 @@ def test_large_grids_cost_no_comparisons() -> None:
     assert comparisons.left == COMPARISONS_MAX
 
 
+def pinwheel(height: int) -> list[Box]:
+    """Return five boxes that tile a matrix of three columns, but are no grid."""
+    above, below = Box((0, 0), (1, 2)), Box((height + 1, 1), (1, 2))
+    return [above, Box((0, 2), (height + 1, 1)), below, Box((1, 0), (height + 1, 1)), Box((1, 1), (height, 1))]
+
+
+def test_equal_layouts_are_compared_once() -> None:
+    """Tensors of many layers are alike: only the first is charged; the memory for layouts has a bound."""
+    comparisons = Comparisons()
+    assert reason((3, 3), pinwheel(1), comparisons) is None
+    left = comparisons.left
+    assert left < COMPARISONS_MAX
+    assert all(reason((3, 3), pinwheel(1), comparisons) is None for _ in range(10))
+    assert comparisons.left == left
+    assert reason((4, 3), pinwheel(1), comparisons) == "3 of 12 elements are in no chunk"
+    assert reason((3, 3), pinwheel(1)[1:], comparisons) == "2 of 9 elements are in no chunk"
+    for height in range(2, 200):
+        assert reason((height + 2, 3), pinwheel(height), comparisons) is None
+    assert len(comparisons.tiled) < 100
+
+
 def test_irregular_layouts_are_refused_past_one_budget() -> None:
     """A pinwheel is no grid; many of them exhaust their shared budget, and are refused."""
-    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     comparisons = Comparisons(left=100)
-    answers = [reason((3, 3), pinwheel, comparisons) for _ in range(100)]
+    answers = [reason((n + 2, 3), pinwheel(n), comparisons) for n in range(1, 101)]
     assert answers[0] is None
     assert answers[-1] == "the layout of the chunks is too irregular to check"
     assert set(answers) == {answers[0], answers[-1]}

@@ -24,7 +24,7 @@ from dcp_remote.format.manifest import TensorKind
 from dcp_remote.loading import peer_sockets, peers
 from dcp_remote.loading.peer_sockets import RankSockets, check_rank_sockets, host_towards
 from dcp_remote.loading.peers import Address, OtherHosts, PeerExchange, PeerServer, PeerStore, cohorts_of
-from dcp_remote.loading.read_plan import Want, wanted_blocks
+from dcp_remote.loading.read_plan import Want
 from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.storage.request_context import BufferLease
 from tests.support.clocks import SleepClock
@@ -315,18 +315,18 @@ def test_hosts_read_for_themselves_if_a_rank_has_no_port(without_port: bool) -> 
     size = 8 * MiB
     layouts = [Layout(f"w{n}", TensorKind("uint8"), (size,), (Box((0,), (size,)),), ((size,),)) for n in range(6)]
     manifest = build(layouts)
-    wanted = wanted_blocks(manifest, [Want(0, 6, None)])
+    wants = [Want(0, 6, None)]
     with contextlib.ExitStack() as opened:
         exchanges = [
             opened.enter_context(PeerExchange(rank, host, memory_budget_bytes=MiB, is_over=lambda: False))
             for rank, host in enumerate((HERE, ELSEWHERE, HERE))
         ]
-        announced = [exchange.listen(manifest, wanted) for exchange in exchanges]
+        announced = [exchange.listen(manifest, wants) for exchange in exchanges]
         if without_port:
             assert announced[2].address is not None
             announced[2] = replace(announced[2], address=replace(announced[2].address, port=0))
-        (cohort,), _ = cohorts_of(announced)
-        plans = [exchange.begin(MemoryStore(), manifest, wanted, cohort)[1] for exchange in exchanges]
+        cohort = cohorts_of(announced)[0]
+        plans = [exchange.begin(MemoryStore(), manifest, cohort)[1] for exchange in exchanges]
         assert {sum(request.length for request in plan.ranges) for plan in plans} == {6 * size}
         awaited = [exchange.fallback_bytes // size for exchange in exchanges]
         assert awaited == ([3, 0, 3] if without_port else [4, 4, 4])
@@ -337,15 +337,15 @@ def test_what_a_rank_cannot_keep_is_left_to_its_reads() -> None:
     """A rank that reads 4 KiB for others keeps 4 KiB at most, so that the rest of the budget is for its reads."""
     kind, size = TensorKind("uint8"), 4096
     manifest = build([Layout("w", kind, (size,), (Box((0,), (size,)),), ((size,),))])
-    wanted = wanted_blocks(manifest, [Want(0, 1, None)])
+    wants = [Want(0, 1, None)]
     with contextlib.ExitStack() as opened:
         exchanges = [
             opened.enter_context(PeerExchange(rank, HERE, memory_budget_bytes=MiB, is_over=lambda: False))
             for rank in range(2)
         ]
-        (cohort,), _ = cohorts_of([exchange.listen(manifest, wanted) for exchange in exchanges])
+        cohort, _ = cohorts_of([exchange.listen(manifest, wants) for exchange in exchanges])
         for exchange in exchanges:
-            exchange.begin(MemoryStore(), manifest, wanted, cohort)
+            exchange.begin(MemoryStore(), manifest, cohort)
         assert sorted(exchange.budget_bytes for exchange in exchanges) == [MiB - size, MiB]
 
 

@@ -28,7 +28,7 @@ from dcp_remote.errors import (
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.saving.plan_cache import RunPlanner
-from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.rank_report import SentReport
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import Request, WrappedStore
 from tests.support.rank_threads import Ended, ManagerThreads, manager_threads
@@ -217,18 +217,18 @@ def test_a_save_that_fails_on_one_rank(failure: str, victim: int, ranks: Ranks) 
 def test_a_rank_that_hears_of_no_end(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank gives up when its report is sent: at the next save the coordinator finds out if it was committed."""
     ranks.save(1)
-    contribute, receive, commit = Collective._contribute, Collective._receive, Coordinator.commit
+    contribute, wait_for, commit = Collective._contribute, Collective._wait_for, Coordinator.commit
     given_up: list[Collective] = []
 
-    def report_and_give_up(self: Collective, value: object, *, shared: bool) -> Any:
-        if self._member.rank == 2 and isinstance(value, tuple) and isinstance(value[0], RankReport):
+    def report_and_give_up(self: Collective, value: object) -> Any:
+        if self._member.rank == 2 and isinstance(value, tuple) and isinstance(value[0], SentReport):
             given_up.append(self)
-        return contribute(self, value, shared=shared)
+        return contribute(self, value)
 
     def raise_if_given_up(self: Collective, *arguments: Any, **others: Any) -> Any:
         if self in given_up:
             raise ZeroDivisionError("in the last round")
-        return receive(self, *arguments, **others)
+        return wait_for(self, *arguments, **others)
 
     def commit_when_it_is_over(self: Coordinator, collective: Collective, *arguments: Any) -> Any:
         while collective.cancelled is None:
@@ -237,7 +237,7 @@ def test_a_rank_that_hears_of_no_end(ranks: Ranks, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(Collective, "_contribute", report_and_give_up)
-        patch.setattr(Collective, "_receive", raise_if_given_up)
+        patch.setattr(Collective, "_wait_for", raise_if_given_up)
         patch.setattr(Coordinator, "commit", commit_when_it_is_over)
         ended = ranks.run(lambda rank, manager: manager.save(2, state_of(rank, 2), wait=True))
     assert all(one.error is not None for one in ended)

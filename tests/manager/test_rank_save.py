@@ -103,7 +103,7 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
     told: list[int] = []
 
     class Agreeing(_LostCoordinator):
-        def gather(self, value: Any, decide: object) -> Any:
+        def scatter(self, value: Any, decide: object) -> Any:
             told.append(len(pickle.loads(pickle.dumps(value.unclear))))
             saver._give_up(_LostCoordinator(), begun[1], ("shards/a",))  # type: ignore[arg-type]
             return SimpleNamespace(ticket=begun[1], is_known=True, latency_seconds=0.0)

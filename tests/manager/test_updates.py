@@ -490,6 +490,17 @@ def test_before_update_of_a_watched_training_makes_no_other_state_late(held_back
         held_back.release.set()
 
 
+@pytest.mark.parametrize("has_number", [True, False])
+def test_a_number_is_copied_at_once_with_the_memory_that_it_lies_in(held_back: HeldBack, has_number: bool) -> None:
+    """Ranks send a digest of it with the question for the step, before the copies end."""
+    large = torch.arange(2.0 * WEIGHT_BYTES)
+    with CheckpointManager(MemoryStore(), progress=False) as checkpoints:
+        checkpoints.before_update()
+        checkpoints.save(1, {"large": large} | ({"number": large[7]} if has_number else {}), wait="begun")
+        assert held_back.early_bytes == [large.nbytes] * has_number
+        held_back.release.set()
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -33,15 +33,14 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import block_bytes
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB, MiB
-from dcp_remote.errors import CorruptCheckpointError, SaveFailedError, SaveTimeoutError
+from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest, TensorKind
-from dcp_remote.format.manifest_validation import check
-from dcp_remote.format.shard import SHARD_BYTES_MAX
+from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.dedup import LIVE_SHARE_MIN, SPAN_BYTES, Baseline
-from dcp_remote.saving.manifest_assembly import find_orphaned_shards, to_manifest
+from dcp_remote.saving.manifest_assembly import assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.rank_report import RankReport, UploadStats
 from dcp_remote.saving.shard_writer import INLINE_BYTES_MAX, write_shards
 from dcp_remote.saving.uploads import Uploads
@@ -115,7 +114,7 @@ class Run:
             bases = [Baseline.of_manifest(decoded(self.saves[-1].manifest))] * len(states)
         elif self.saves and source == "report":
             last = self.saves[-1]
-            orphans = find_orphaned_shards(last.manifest, last.reports)
+            orphans = find_orphaned_shards(last.manifest, [report.to_sent() for report in last.reports])
             for rank, report in enumerate(last.reports[: len(states)]):
                 bases[rank] = Baseline.of_report(report, left_out=orphans)
         ranks = itertools.count()
@@ -132,9 +131,14 @@ class Run:
         reports = [writer.report for writer in writers if writer.report is not None]
         metadata = writers[0].metadata
         assert metadata is not None
-        # The coordinator receives reports pickled.
-        copies = [pickle.loads(pickle.dumps(report)) for report in reports]
-        manifest = check(to_manifest(to_columns(metadata), copies, save_id=f"{len(self.saves):032x}"))
+        sent = [report.to_sent() for report in reports]
+        manifest, *_ = assemble_manifest(
+            to_columns(metadata),
+            sent,
+            url=self.store.url,
+            save_id=f"{len(self.saves):032x}",
+            segment_names=ShardNames(0),
+        )
         self.saves.append(Saved(manifest, reports, sent_bytes))
         self.load(self.saves[-1], states, expected, allow_pickle=allow_pickle)
         return self.saves[-1]
@@ -747,7 +751,7 @@ def test_what_another_rank_wrote_as_well() -> None:
     state = {"w": noise(1000)}
     run = Run()
     first = run.save([state, state], planner=Everything)
-    orphans = find_orphaned_shards(first.manifest, first.reports)
+    orphans = find_orphaned_shards(first.manifest, [report.to_sent() for report in first.reports])
     assert orphans == {first.reports[1].put_keys[0]}
     assert orphans.isdisjoint(first.manifest.shards.keys)
     (of_first, of_second) = (Baseline.of_report(report, left_out=orphans) for report in first.reports)
@@ -780,7 +784,7 @@ def test_ranks_that_reuse_one_shard() -> None:
         reports = [*second.reports]
         reports[1] = replace(reports[1], shards=replace(shards, **change))
         with pytest.raises(SaveFailedError) as caught:
-            to_manifest(to_columns(to_dcp_metadata(second.manifest)), reports, save_id="5" * 32)
+            reassembled(second.manifest, reports)
         assert caught.value.details == {"shard": shards.keys[0]}
 
 
@@ -791,16 +795,22 @@ def test_nobody_names_a_piece_for_two_chunks() -> None:
     saved = run.save([{"a": noise(100), "b": noise(100)}])
     (report,) = saved.reports
     report = replace(report, chunk_piece_first=np.zeros_like(report.chunk_piece_first))
-    manifest = to_manifest(to_columns(to_dcp_metadata(saved.manifest)), [report], save_id="5" * 32)
-    with pytest.raises(CorruptCheckpointError, match="overlap"):
-        check(manifest)
+    with pytest.raises(SaveFailedError, match="overlap"):
+        reassembled(saved.manifest, [report])
+
+
+def reassembled(manifest: Manifest, reports: Sequence[RankReport]) -> Manifest:
+    """Return the manifest of the same contents and other reports."""
+    sent = [report.to_sent() for report in reports]
+    contents = to_columns(to_dcp_metadata(manifest))
+    return assemble_manifest(contents, sent, url=sent[0].url, save_id="5" * 32, segment_names=ShardNames(0))[0]
 
 
 # ---- what is reported
 
 
 def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
-    """The figures reach the coordinator; the notes do not."""
+    """The figures and the keys, of which the coordinator is sent the latter."""
     state = {"m": {"w": noise(1000), "x": noise(1000)}, "o": {"y": noise(500)}}
     run = Run()
     first = run.save([state]).reports[0]
@@ -824,10 +834,9 @@ def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
     third = run.save([state]).reports[0]
     assert (third.figures.put_bytes, third.figures.retries, third.figures.slowest_shard) == (0, 0, "")
     assert run.store.count("put") == 3
-    sent = pickle.loads(pickle.dumps(second))
-    assert sent.figures == second.figures
-    assert (sent.put, sent.notes) == (1, None)
-    assert len(pickle.dumps(replace(second, notes=None))) == len(pickle.dumps(second))
+    sent = pickle.loads(pickle.dumps(second.to_sent()))
+    assert sent == second.to_sent()
+    assert (sent.put_keys, sent.keys) == (second.put_keys, second.shards.keys)
 
 
 def test_comparing_ends_with_the_save() -> None:

@@ -6,7 +6,7 @@ Metadata and reports come from a save of simulated ranks; then each test changes
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +15,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from dcp_remote import RemoteReader, RemoteWriter, load
+from dcp_remote import RemoteReader, RemoteWriter, load, writer
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
-from dcp_remote.format.manifest_validation import check
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.saving.dcp_metadata import to_columns
-from dcp_remote.saving.manifest_assembly import to_manifest
+from dcp_remote.saving.manifest_assembly import Planned as Contents
+from dcp_remote.saving.manifest_assembly import assemble_manifest
 from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
 from tests.support.manifests import plain
 from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
@@ -41,24 +43,38 @@ class Planned:
 
     def manifest(self) -> Manifest:
         """Return the manifest, validated as when it is encoded."""
-        return check(to_manifest(to_columns(self.metadata), self.reports, save_id=SAVE_ID))
+        return assembled(to_columns(self.metadata), self.reports)[0]
+
+
+def assembled(contents: Contents, reports: Sequence[RankReport]) -> tuple[Manifest, bytes]:
+    """Return manifest and document of reports that are pickled and unpickled, as between ranks."""
+    sent = [pickle.loads(pickle.dumps(report.to_sent())) for report in reports]
+    manifest, body, _ = assemble_manifest(
+        contents, sent, url=reports[0].url, save_id=SAVE_ID, segment_names=ShardNames(0)
+    )
+    return manifest, body
 
 
 def planned(
     states: list[State], planner: Callable[[], Any] = AnyDtypePlanner, store: MemoryStore | None = None
 ) -> Planned:
-    """Save without a commit, and return the arguments that the coordinator got."""
-    finished: list[Planned] = []
+    """Save without a commit, and return the metadata that the coordinator got, and the ranks' reports."""
+    finished: list[Metadata] = []
+    reports: list[RankReport] = []
 
     class CapturingWriter(RemoteWriter):
         def finish(self, metadata: Metadata, results: Any) -> None:
-            # Pickled and unpickled, as between ranks.
-            reports = [result.storage_data for written in results for result in pickle.loads(pickle.dumps(written))]
-            finished.append(Planned(metadata, reports))
+            finished.append(metadata)
+
+    def write_and_keep(*arguments: Any, **options: Any) -> RankReport:
+        reports.append(write_shards(*arguments, **options))
+        return reports[-1]
 
     store = store or MemoryStore()
-    save_as_ranks(states, lambda: CapturingWriter(store), planner)
-    return finished[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "write_shards", write_and_keep)
+        save_as_ranks(states, lambda: CapturingWriter(store), planner)
+    return Planned(finished[0], reports)
 
 
 def three_ranks() -> Planned:
@@ -176,11 +192,100 @@ def test_the_first_rank_that_wrote_a_chunk_counts() -> None:
             twin.shards, keys=tuple(f"shards/00/twin-{n}.safetensors" for n in range(len(twin.shards.keys)))
         ),
     )
-    manifest = to_manifest(to_columns(good.metadata), [*good.reports, twin], save_id=SAVE_ID)
+    manifest = replace(good, reports=[*good.reports, twin]).manifest()
     assert not any("twin" in manifest.shards.keys[shard_] for shard_ in manifest.pieces.shard.tolist())
-    manifest = to_manifest(to_columns(good.metadata), [twin, *good.reports], save_id=SAVE_ID)
+    manifest = replace(good, reports=[twin, *good.reports]).manifest()
     piece = int(manifest.tensors.piece_first[int(manifest.tensors.chunk_first[manifest.tensors.index["r"]])])
     assert "twin" in manifest.shards.keys[int(manifest.pieces.shard[piece])]
+
+
+def renewed(reports: Sequence[RankReport], save: int) -> list[RankReport]:
+    """Return the reports of a later save of the same state: other names of shards, digests and values."""
+    random = np.random.default_rng(save)
+    return [
+        replace(
+            report,
+            shards=replace(
+                report.shards,
+                keys=tuple(key.replace(".safetensors", f"-{save}.safetensors") for key in report.shards.keys),
+                table_digests=random.bytes(len(report.shards.table_digests)),
+            ),
+            pieces=replace(report.pieces, digests=random.bytes(len(report.pieces.digests))),
+            inline=dict.fromkeys(report.inline, b"%d" % save),
+        )
+        for report in reports
+    ]
+
+
+def without_time(found: tuple[Manifest, bytes]) -> object:
+    """Return a manifest as it is read, but for its time."""
+    manifest = manifest_json.decode(found[1])
+    assert manifest is not None
+    assert plain(manifest) == plain(found[0])
+    return plain(replace(manifest, created=""))
+
+
+def test_a_later_save_of_the_same_structure() -> None:
+    """Only names of shards, digests and values differ: the manifest is that of a first save, but joins nothing anew."""
+    good = three_ranks()
+    contents = to_columns(good.metadata)
+    assembled(contents, good.reports)
+    [known] = contents.checked
+    for save in (2, 3):
+        reports = renewed(good.reports, save)
+        later = assembled(contents, reports)
+        assert contents.checked == [known]
+        assert without_time(later) == without_time(assembled(to_columns(good.metadata), reports))
+        assert {digest_of(later[0].pieces.digests, n) for n in range(9)} <= digests_of(reports)
+        assert later[0].inline == {"n": b"%d" % save}
+    count = len(reports[1].shards.keys)
+    reports[1] = replace(reports[1], shards=replace(reports[1].shards, keys=reports[0].shards.keys[:count]))
+    with pytest.raises(SaveFailedError, match="describe one shard differently"):
+        assembled(contents, reports)
+    assert contents.checked == [known]
+
+
+def digest_of(digests: bytes, number: int) -> bytes:
+    return digests[16 * number : 16 * (number + 1)]
+
+
+def digests_of(reports: Sequence[RankReport]) -> set[bytes]:
+    return {digest_of(one.pieces.digests, n) for one in reports for n in range(len(one.pieces.shard))}
+
+
+def outcome(contents: Contents, reports: Sequence[RankReport]) -> object:
+    """Return the manifest, or the text of the error."""
+    try:
+        return without_time(assembled(contents, reports))
+    except SaveFailedError as error:
+        return str(error)
+
+
+def test_later_saves_of_another_structure() -> None:
+    """Each of these is joined and checked anew, and gives the manifest of a first save, or is refused as in one."""
+    good = three_ranks()
+    two, text = good.reports[2], next(report for report in good.reports if report.stored)
+    longer = replace(text.pieces, length=text.pieces.length + (text.pieces.length == int(text.pieces.length.max())))
+    changes: list[list[RankReport]] = [
+        [*good.reports[:2], replace(two, shards=replace(two.shards, sizes=two.shards.sizes + 8))],
+        [*good.reports, replace(two, rank=3, shards=replace(two.shards, keys=("shards/00/three.safetensors",)))],
+        [replace(report, chunk_hint=report.chunk_hint * 0 - 1) for report in good.reports],
+        [replace(report, shards=replace(report.shards, sizes=report.shards.sizes + 8)) for report in good.reports],
+        [without(report, "w") for report in good.reports],
+        [replace(report, pieces=longer) if report is text else report for report in good.reports],
+        [replace(report, inline={}) for report in good.reports],
+    ]
+    refused = 0
+    for reports in changes:
+        contents = to_columns(good.metadata)
+        assembled(contents, good.reports)
+        [known] = contents.checked
+        found = outcome(contents, reports)
+        assert found == outcome(to_columns(good.metadata), reports)
+        is_refused = isinstance(found, str)
+        assert (known in contents.checked) == is_refused
+        refused += is_refused
+    assert refused == 3
 
 
 def test_a_shard_of_which_only_some_pieces_are_named() -> None:
@@ -197,7 +302,7 @@ def test_a_shard_of_which_only_some_pieces_are_named() -> None:
     second = {"m": {"x": other_x, "text": other_text, "y": y, "note": note}}
     saves = [planned([state], store=store) for state in (first, second, first)]
     reports = [replace(save.reports[0], rank=rank) for rank, save in enumerate(saves)]
-    manifest = check(to_manifest(to_columns(saves[1].metadata), reports, save_id=SAVE_ID))
+    manifest = replace(saves[1], reports=reports).manifest()
     assert manifest.shards.keys == (*reports[0].shards.keys, *reports[1].shards.keys)
     assert len(manifest.shards.keys) == 2
     assert manifest.pieces.shard.tolist() == [0, 1, 0, 1]
@@ -251,6 +356,4 @@ def test_reports_are_small() -> None:
     """A pickled report of 1,000 tensors of differing sizes: measured 70,855 bytes, 45,900 of them names and digests."""
     state: State = {f"model.layers.{n // 10}.block.{n % 10}.weight": torch.ones(300 + n % 5) for n in range(1000)}
     (report,) = planned([state]).reports
-    data = pickle.dumps(report)
-    assert len(data) < 85_000
-    assert plain(pickle.loads(data)) == plain(report)
+    assert len(pickle.dumps(report.to_sent())) < 75_000

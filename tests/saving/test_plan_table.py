@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_remote import LocalBoxes
+from dcp_remote.common.arrays import shrink_integers
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import InvalidArgumentError
@@ -32,7 +33,7 @@ from dcp_remote.saving.plan_cache import (
     to_rank_plan,
     to_table,
 )
-from dcp_remote.saving.plan_table import Arrangement, arrange, shrink_integers
+from dcp_remote.saving.plan_table import Arrangement, arrange
 from dcp_remote.saving.rank_differences import require_equal_tensors
 from tests.support.simulated_ranks import LocalShards, shard
 

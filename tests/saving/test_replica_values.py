@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_remote import CheckpointManager, PerRank, RemoteWriter, load, training_state, writer
 from dcp_remote.common.units import KiB, MiB
-from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.saving import plan_cache
 from dcp_remote.saving.dcp_metadata import to_kind
@@ -28,7 +26,7 @@ from dcp_remote.saving.rank_differences import find_unequal, group_by_digest
 from dcp_remote.serialization.state_dict import TensorRoles, build_saved_state
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.testing import RecordingStore
-from tests.support.rank_threads import managers_of, rank_threads
+from tests.support.rank_threads import counted_rounds, managers_of, rank_threads
 from tests.support.simulated_ranks import save_as_ranks, shard
 
 RANKS = 3
@@ -309,27 +307,23 @@ def test_plans_that_torch_keeps_are_not_changed() -> None:
 
 def test_later_saves_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save has one round more, and digests what several ranks hold once; a new name alone costs again."""
-    digested, rounds = [0], [0]
-    gather = Collective.gather
+    digested = [0]
 
     def counted_views(runs: Any) -> Any:
         found = host_views(runs)
         digested[0] += sum(view.nbytes for view in found)
         return found
 
-    def counted_gather(self: Collective, *arguments: Any) -> Any:
-        rounds[0] += 1
-        return gather(self, *arguments)
-
     monkeypatch.setattr(plan_cache, "host_views", counted_views)
     half = shard(torch.ones(RANKS, 2), RANKS, (RANKS, 1))
 
     def cost(save: Callable[..., Any], step: int, **more: Any) -> tuple[int, int]:
-        digested[0] = rounds[0] = 0
+        digested[0] = 0
+        rounds.clear()
         assert save(step, lambda rank: {"w": torch.ones(5 * KiB), "half": half[rank]} | more) == SAVED
-        return digested[0] // RANKS, rounds[0] // RANKS
+        return digested[0] // RANKS, sum(rounds.values())
 
-    with mock.patch.object(Collective, "gather", counted_gather):
+    with counted_rounds() as rounds:
         with saving(monkeypatch, MemoryStore()) as save:
             assert cost(save, 1) == (20 * KiB, 3)  # asked, compared, committed
             assert cost(save, 2) == (0, 2)

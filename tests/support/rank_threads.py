@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NoReturn, TypeVar
@@ -38,6 +39,24 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class CountingStore:
+    """Store that counts the operations that are asked of it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.operations = 0
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name == "clone":
+            raise AttributeError(name)
+
+        def ask(*arguments: object) -> object:
+            self.operations += 1
+            return getattr(self.store, name)(*arguments)
+
+        return ask
 
 
 class Ended(Generic[T]):
@@ -177,6 +196,31 @@ def together(ranks: RankGroup, what: str = WHAT, **terms: float) -> tuple[int, i
 def expected(world_size: int) -> list[tuple[int, int]]:
     """Return what `together` returns, by rank."""
     return [(sum(range(world_size)), 10 * rank + 1) for rank in range(world_size)]
+
+
+@contextmanager
+def counted_rounds(rank: int = 1) -> Iterator[Counter[str]]:
+    """Count the rounds of one rank, by the name of the operation."""
+    counts, names = Counter[str](), ("gather", "scatter")
+    inside = threading.local()
+
+    def counting(take: Callable[..., Any]) -> Callable[..., Any]:
+        def take_counted(self: Collective, *arguments: Any) -> Any:
+            if getattr(inside, "is_counted", False):
+                return take(self, *arguments)
+            inside.is_counted = True
+            counts[self.what] += self._member.rank == rank
+            try:
+                return take(self, *arguments)
+            finally:
+                inside.is_counted = False
+
+        return take_counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(Collective, name, counting(getattr(Collective, name)))
+        yield counts
 
 
 def errors(ended: list[Ended[Any]]) -> list[str]:

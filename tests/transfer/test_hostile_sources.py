@@ -57,9 +57,12 @@ def test_elements_outside_a_storage(tmp_path: Path, old: bytes, new: bytes) -> N
 
 def test_a_file_that_another_tool_has_packed(tmp_path: Path) -> None:
     """Without memory, torch.load computes places by what torch would have written, and so would read other bytes."""
-    torch.save({"a": torch.arange(1000.0), "b": torch.ones(5000), "c": torch.arange(9.0)}, tmp_path / "a.pt")
+    state = {"a": torch.arange(1000.0), "b": torch.ones(5000), "c": torch.arange(9.0)}
+    torch.save(state, tmp_path / "a.pt")
     rewrite(tmp_path / "a.pt", lambda _, data: data)
-    refused(errors.InvalidArgumentError, "another tool than torch", tmp_path / "a.pt", tmp_path)
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, **QUIET)
+    loaded = load(tmp_path / "run")["model"]
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
 
 
 def doubled_lists(times: int, value: Any = 1) -> list[Any]:
@@ -101,7 +104,7 @@ def test_tensors_that_are_no_plain_ones(tmp_path: Path) -> None:
         refused(errors.InvalidArgumentError, "plain|65|dimensions|memory", tmp_path / "a.pt", tmp_path)
     torch.save({"w": torch.ones(1000)}, tmp_path / "a.pt")
     rewrite(tmp_path / "a.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
-    refused(errors.InvalidArgumentError, "compressed records", tmp_path / "a.pt", tmp_path)
+    refused(errors.CorruptCheckpointError, "compressed record", tmp_path / "a.pt", tmp_path)
 
 
 def test_damaged_programs(tmp_path: Path) -> None:
@@ -257,8 +260,8 @@ WALKED_FOR_EVER = {
 def test_sources_that_would_crash_or_never_end(tmp_path: Path) -> None:
     """Imported by the command line in a process of its own: no signal reaches torch's code, and some of it ends by one.
 
-    A tensor without memory whose bytes are swapped (SIGSEGV), an alignment by which torch divides (SIGFPE), programs of
-    a few hundred bytes that are walked for ever, objects that torch's planner takes apart.
+    A tensor without memory whose bytes are swapped (SIGSEGV), programs of a few hundred bytes that are walked for ever,
+    objects that torch's planner takes apart.
     """
     said: dict[str, str] = {}
 
@@ -270,8 +273,6 @@ def test_sources_that_would_crash_or_never_end(tmp_path: Path) -> None:
     torch_save("order.pt", "byteorder", b"big" if sys.byteorder == "little" else b"little", "another order of bytes")
     for suffix in ("pt", "ckpt", "bin"):
         torch_save(f"key.{suffix}", "data.pkl", b"\x80\x02}" + doubled(60) + b"K\x01s.")
-    for number, alignment in enumerate((b"0", b"-64", b"96", b"4611686018427387904", b"9" * 5000)):
-        torch_save(f"alignment-{number}.pt", ".storage_alignment", alignment)
     for name, program in WALKED_FOR_EVER.items():
         (by_torch(tmp_path / name) / ".metadata").write_bytes(b"\x80\x04" + program + b".")
         said[name] = "damaged"
@@ -351,7 +352,7 @@ def test_compressed_records(tmp_path: Path, record: str) -> None:
             is_bomb = name.endswith(f"/{record}")
             kind = zipfile.ZIP_DEFLATED if is_bomb else zipfile.ZIP_STORED
             archive.writestr(name, data + bytes(16 << 20) * is_bomb, kind)
-    refused(errors.InvalidArgumentError, "compressed records", tmp_path / "a.pt", tmp_path)
+    refused(errors.CorruptCheckpointError, "compressed record", tmp_path / "a.pt", tmp_path)
 
 
 def test_a_long_key_in_many_dicts(tmp_path: Path) -> None:

@@ -203,24 +203,16 @@ def test_files_that_are_none_of_torch_save(tmp_path: Path) -> None:
 
 
 def test_files_that_another_tool_has_packed(tmp_path: Path) -> None:
-    """Info-ZIP adds 28 bytes to the header of a record, which may fit torch's padding by chance: no wrong bytes."""
-    refusals = 0
-    for number in range(64):
-        saved = tmp_path / "saved.pt"
-        torch.save({"w": torch.arange(16, dtype=torch.uint8) + 1, "name": "n" * number}, saved)
-        path, found = tmp_path / f"{number}.pt", tmp_path / f"run-{number}"
-        with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(path, "w") as repacked:
-            for one in archive.infolist():
-                record = zipfile.ZipInfo(one.filename)
-                record.extra = b"ux" + (24).to_bytes(2, "little") + bytes(24)
-                repacked.writestr(record, archive.read(one))
-        try:
-            import_checkpoint(path, found, step=1, **QUIET)
-        except errors.InvalidArgumentError:
-            refusals += 1
-        else:
-            assert load(found)["w"].tolist() == [*range(1, 17)]
-    assert refusals
+    """Info-ZIP adds 28 bytes to the header of a record; the places are those that the headers tell."""
+    saved, path = tmp_path / "saved.pt", tmp_path / "a.pt"
+    torch.save({"w": torch.arange(16, dtype=torch.uint8) + 1}, saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(path, "w") as repacked:
+        for one in archive.infolist():
+            record = zipfile.ZipInfo(one.filename)
+            record.extra = b"ux" + (24).to_bytes(2, "little") + bytes(24)
+            repacked.writestr(record, archive.read(one))
+    import_checkpoint(path, tmp_path / "run", step=1, **QUIET)
+    assert load(tmp_path / "run")["model"]["w"].tolist() == [*range(1, 17)]
 
 
 def test_steps_that_exist(tmp_path: Path) -> None:

@@ -15,26 +15,25 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from botocore.awsrequest import AWSRequest
 from botocore.credentials import RefreshableCredentials
-from botocore.exceptions import ClientError, SSLError
-from botocore.httpsession import URLLib3Session
-from botocore.utils import get_environ_proxies
+from botocore.exceptions import ClientError
 
 from dcp_remote.common.text import format_count, human_seconds, join_some
 from dcp_remote.errors import BucketNotFoundError, DcpRemoteError, PermissionDeniedError, StorageError
 from dcp_remote.storage.checks import Check, Finding, State
 from dcp_remote.storage.cloud.credentials import find_credentials
-from dcp_remote.storage.cloud.diagnosis import PROBE_KEY, diagnose_answer, explain_tls_failure
+from dcp_remote.storage.cloud.diagnosis import (
+    CONNECT_SECONDS,
+    PROBE_KEY,
+    READ_SECONDS,
+    diagnose_answer,
+    send_by_botocore,
+)
 from dcp_remote.storage.cloud.endpoint import create_signing_client
 from dcp_remote.storage.cloud.errors import CloudError, translate
 from dcp_remote.storage.cloud.provider import FAILURES
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.url import ParsedUrl
-
-# Time limits of one request: to connect to each address of the server, and to read.
-_CONNECT_SECONDS = 3.0
-_READ_SECONDS = 5.0
 
 # Differences of clocks: above which there is a warning, and from which on S3 refuses requests.
 _SKEW_SECONDS_MAX = 60.0
@@ -97,22 +96,12 @@ class S3Checks:
         if not endpoint.has_proxy:
             host, port = parsed.hostname or "", parsed.port or (443 if parsed.scheme == "https" else 80)
             try:
-                socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+                socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
             except OSError as error:  # of the name, or of the last address
                 cure = "Correct the endpoint; check that its server runs, and that no firewall is in between."
                 return Finding("fail", f"no connection to {host}, port {port} ({error.strerror or error})", cure)
-        # `Any`: as in `diagnose_s3`.
-        verify: Any = True if endpoint.verify is None else endpoint.verify
-        timeout: Any = (_CONNECT_SECONDS, _READ_SECONDS)
-        proxies = get_environ_proxies(endpoint.endpoint_url)
-        session = URLLib3Session(verify=verify, proxies=proxies, timeout=timeout)
         began_seconds = time.time()
-        try:
-            answer = session.send(AWSRequest("HEAD", f"{endpoint.endpoint_url}/").prepare())
-        except SSLError as error:
-            raise explain_tls_failure(error, endpoint) from None
-        finally:
-            session.close()
+        answer = send_by_botocore("HEAD", f"{endpoint.endpoint_url}/", endpoint)
         with suppress(ValueError):  # the server sends no time
             server_seconds = parsedate_to_datetime(answer.headers.get("Date") or "").timestamp()
             self._ahead_seconds = (began_seconds + time.time()) / 2 - server_seconds
@@ -164,8 +153,8 @@ class S3Checks:
             self._provider.endpoint(),
             self._provider.options,
             retries={"total_max_attempts": 1},
-            connect_timeout=_CONNECT_SECONDS,
-            read_timeout=_READ_SECONDS,
+            connect_timeout=CONNECT_SECONDS,
+            read_timeout=READ_SECONDS,
             response_checksum_validation="when_required",  # as objects are read
         )
 

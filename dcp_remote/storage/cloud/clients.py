@@ -48,7 +48,8 @@ class Clients:
             TransientStorageError: This process can open too few files.
             botocore.exceptions.BotoCoreError: Profile, region or credentials cannot be read.
         """
-        _refuse_after_fork()
+        global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
+        _requesting_pid = refuse_after_fork(_requesting_pid)
         seconds = self.request_seconds(size_bytes)
         settings = (download, delete_singly, seconds)
         with self._lock:
@@ -105,14 +106,13 @@ def _read_certificates(path: str) -> bytes:
         ) from error
 
 
-def _refuse_after_fork() -> None:
-    global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
-    if _requesting_pid is None:
-        _requesting_pid = os.getpid()
-    elif _requesting_pid != os.getpid():
+def refuse_after_fork(requesting_pid: int | None) -> int:
+    """Return the number of this process; refuse one that was forked from that which sent the first request."""
+    if requesting_pid not in (None, os.getpid()):
         raise InvalidArgumentError(
             "This process was forked after its parent had used a cloud store, whose client does not survive a fork. "
             "Start processes with `spawn` or `forkserver`.",
             pid=os.getpid(),
-            forked_from=_requesting_pid,
+            forked_from=requesting_pid,
         )
+    return os.getpid()

@@ -34,9 +34,8 @@ _TLS_INTERNAL_ERROR = "TLSV1_ALERT_INTERNAL_ERROR"
 # Name of an object that never exists, so the answer is short whether or not the bucket exists.
 PROBE_KEY = "dcp-remote-diagnosis"
 
-# Time limits to connect and to read: a diagnosis must not take longer than the failure.
-_PROBE_TIMEOUTS_SECONDS = (3.0, 5.0)
-
+# Time limits to connect to each address of the server, and to read: a diagnosis must not take longer than the failure.
+CONNECT_SECONDS, READ_SECONDS = 3.0, 5.0
 
 # Time for which a diagnosis without a lasting cause is reused: one per request would double a storm of 503.
 _REUSE_SECONDS = 30.0
@@ -89,17 +88,10 @@ def diagnose_s3(
             url = presign_s3(endpoint, options, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
         else:
             url = presign_s3(endpoint, options, "get_object", Bucket=bucket, Key=key)
-        # `Any`: the stubs lack the path of a certificate and the pair of timeouts, which botocore itself passes.
-        verify: Any = True if endpoint.verify is None else endpoint.verify
-        timeout: Any = _PROBE_TIMEOUTS_SECONDS
-        session = URLLib3Session(verify=verify, proxies=get_environ_proxies(url), timeout=timeout)
-        try:
-            answer = session.send(AWSRequest("GET", url).prepare())
-            body = answer.content.decode(errors="replace")
-        finally:
-            session.close()
-    except botocore_exceptions.SSLError as error:
-        return explain_tls_failure(error, endpoint)
+        answer = send_by_botocore("GET", url, endpoint)
+        body = answer.content.decode(errors="replace")
+    except StorageError as error:
+        return error
     except botocore_exceptions.BotoCoreError as error:
         error_class = classify_error(error)
         if error_class is TransientStorageError:
@@ -116,6 +108,25 @@ def diagnose_s3(
     return diagnose_answer(status, code, answered_region, endpoint=endpoint, bucket=bucket)
 
 
+def send_by_botocore(method: str, url: str, endpoint: S3Endpoint) -> Any:
+    """Send a request without a body, once, and return botocore's answer; at most 8 s.
+
+    Raises:
+        StorageError: The TLS handshake failed.
+        botocore.exceptions.BotoCoreError: There was no answer.
+    """
+    # `Any`: the stubs lack the path of a certificate and the pair of timeouts, which botocore itself passes.
+    verify: Any = True if endpoint.verify is None else endpoint.verify
+    timeout: Any = (CONNECT_SECONDS, READ_SECONDS)
+    session = URLLib3Session(verify=verify, proxies=get_environ_proxies(url), timeout=timeout)
+    try:
+        return session.send(AWSRequest(method, url).prepare())
+    except botocore_exceptions.SSLError as error:
+        raise _explain_tls_failure(error, endpoint) from None
+    finally:
+        session.close()
+
+
 def _report_unreachable(endpoint: S3Endpoint) -> StorageError:
     return TransientStorageError(
         "The endpoint cannot be reached, or does not answer: check endpoint_url, the network and the proxy.",
@@ -123,7 +134,7 @@ def _report_unreachable(endpoint: S3Endpoint) -> StorageError:
     )
 
 
-def explain_tls_failure(error: botocore_exceptions.SSLError, endpoint: S3Endpoint) -> StorageError:
+def _explain_tls_failure(error: botocore_exceptions.SSLError, endpoint: S3Endpoint) -> StorageError:
     """Return the error for a failed TLS handshake: certificate, protocol, or a server that is restarting."""
     # botocore wraps urllib3's error, which wraps that of ssl; only a wrong host name is found by urllib3 itself.
     inner = next(iter(error.kwargs["error"].args), None)

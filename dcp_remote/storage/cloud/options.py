@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.storage.limits import LIMIT_OPTIONS
@@ -119,8 +118,3 @@ def find_environment_endpoint(*names: str) -> str | None:
             check_endpoint(url, named=name)
             return url
     return None
-
-
-def spell_secrets(secrets: list[str]) -> list[str]:
-    """Return each secret also as encoded in a URL."""
-    return [spelling for secret in secrets for spelling in {secret, quote(secret, safe="")}]

@@ -40,7 +40,7 @@ def _without_user(url: re.Match[str]) -> str:
 
 def _spellings(char: str) -> str:
     """Return a pattern for a character in a text, in a URL (encoded any number of times), in XML or in JSON."""
-    if char.isalnum():
+    if char.isascii() and char.isalnum():
         return char
     code, itself = ord(char), re.escape(char)
     in_url = "".join(f"%(?:25)*{byte:02x}" for byte in char.encode())

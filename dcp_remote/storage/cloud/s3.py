@@ -20,7 +20,6 @@ from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
 from dcp_remote.storage.cloud.diagnosis import LastDiagnosis, diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import CloudError, make_s3_bucket_error
-from dcp_remote.storage.cloud.options import spell_secrets
 from dcp_remote.storage.cloud.provider import NO_RETRIES, Client, Provider
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class S3(Provider):
     def secrets(self) -> list[str]:
         """Implement `Provider.secrets`."""
         in_use = self._credentials.secrets if self._credentials is not None else ()
-        return [*spell_secrets(self.options.secrets()), *in_use]
+        return [*self.options.secrets(), *in_use]
 
     def reads_directly(self) -> bool:
         """Implement `Provider.reads_directly`."""

@@ -196,13 +196,6 @@ class TlsStream(ByteStream):
         Raises:
             BlockingIOError: Nothing has arrived.
         """
-        records = _records.pop() if _records else memoryview(bytearray(_RECORDS_BYTES))
-        try:
-            return self._decrypt_through(records, view)
-        finally:
-            _records.append(records)
-
-    def _decrypt_through(self, records: memoryview, view: memoryview) -> int | None:
         tls, length, done = self._tls, len(view), 0
         for _ in range(_TURN_RECORDS):
             if done == length:
@@ -211,12 +204,15 @@ class TlsStream(ByteStream):
                 # The stubs know the signature of SSLSocket's method alone.
                 count: int = tls.read(length - done, view[done:])  # type: ignore[assignment]  # with a buffer it returns a count
             except ssl.SSLWantReadError:
+                records = _records.pop() if _records else memoryview(bytearray(_RECORDS_BYTES))
                 try:
                     self._take_in(records[: self._sock.recv_into(records, 0, socket.MSG_DONTWAIT)])
                 except BlockingIOError:
                     if done:
                         return done
                     raise
+                finally:
+                    _records.append(records)
                 continue
             except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                 return done

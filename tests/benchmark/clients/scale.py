@@ -34,7 +34,7 @@ from dcp_remote.run.job import CheckpointLabels, SaveTicket
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.plan_cache import PlanCache, RunPlanner, propose, to_rank_plan, to_table
 from dcp_remote.saving.plan_table import PlanTable, Share, arrange
-from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.rank_report import SentReport
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import MemoryStore
@@ -222,11 +222,11 @@ def _written(scale: Scale, rank: int, plan: SavePlan) -> bytes:
             uploads,
             allow_pickle=False,
         )
-    return pickle.dumps((report, report.figures))
+    return pickle.dumps((report.to_sent(), report.figures))
 
 
 def _ours_committed(reports: Sequence[bytes], planned: Planned, cost: Cost) -> None:
-    heard: list[RankReport] = [report for report, _ in cost.read("reports", reports)]
+    heard: list[SentReport] = [report for report, _ in cost.read("reports", reports)]
     with cost.timed("committing"):
         manifest, *_ = assemble_manifest(planned, heard, url=_URL, save_id=_SAVE_ID, segment_names=ShardNames(0))
         orphans = find_orphaned_shards(manifest, heard)

@@ -9,6 +9,7 @@ None of these is written by hand.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from tests.benchmark.report.tables import (
     goals_table,
     many_table,
     resharding_table,
+    scale_table,
     tiny_table,
     training_table,
     transfer_table,
@@ -37,6 +39,9 @@ BEGIN, END = "<!-- bench: written by `python -m tests.benchmark.report.publish` 
 
 RESULTS, TABLES, CHART = "results.json", "RESULTS.md", "results.png"
 
+# Runs of many ranks, by `tests.scale.publish`.
+SCALE = FOLDER / "scale.json"
+
 # Sections that compare no clients by save and load.
 _TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_table, MANY: many_table, TINY: tiny_table}
 
@@ -45,7 +50,7 @@ _ACTIONS = ("save", "load")
 
 
 def document(results: Results) -> str:
-    """Return RESULTS.md: every table."""
+    """Return RESULTS.md: every table, and that of the published runs of many ranks."""
     parts = [
         "<!-- Written by `python -m tests.benchmark.report.publish`, from results.json. -->",
         "# The benchmark, as measured",
@@ -59,6 +64,7 @@ def document(results: Results) -> str:
         parts += [f"## {section[0].upper()}{section[1:]}", table]
     failed = failures(results)
     parts += ["## Failures", failed] if failed else []
+    parts += ["## Many ranks", scale_table(json.loads(SCALE.read_text(encoding="utf-8")))]
     return "\n\n".join(parts) + "\n"
 
 

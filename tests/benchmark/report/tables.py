@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from dcp_remote.common.text import human_bytes
 from dcp_remote.common.units import GiB
@@ -266,6 +267,24 @@ def failures(results: Results) -> str:
 def last_line(failure: str) -> str:
     """Return the last line of a traceback, which names the error."""
     return failure.strip().rpartition("\n")[2][:_FAILURE_CHARACTERS_MAX].replace("`", "'")
+
+
+def scale_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the table of what many ranks ask the key-value store of their job."""
+    told = (
+        "Processes of one machine, each a rank, and a TCPStore (`make scale`; docs/scale.md). In each cell: operations "
+        "of all ranks at the store; in brackets, those for a rank, but for looks in vain and its heartbeats; seconds, "
+        "in which all processes share the cores named above."
+    )
+    titles = ("", *(f"{run['ranks']} ranks, {run['hosts']} hosts" for run in runs))
+    rows = []
+    for phase in runs[0]["phases"]:
+        found = [run["phases"][phase] for run in runs]
+        cells = [
+            f"{one['operations']:,} ({one['without_looks_per_rank']:.1f}), {one['seconds']:.2f} s" for one in found
+        ]
+        rows.append((phase, *cells))
+    return f"{told}\n\n" + _table(titles, rows)
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -111,16 +111,16 @@ def test_a_signal_handler_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         store = open_cloud_store(parse_url("s3://bench/run"), server.storage_options)
         store.put("key", [DATA])
         read_in_handler: list[bytes] = []
-        usual, through = TlsStream._decrypt_through, [False]
+        usual, through = TlsStream._decrypt, [False]
 
-        def interrupted(stream: TlsStream, records: memoryview, view: memoryview) -> int | None:
-            count = usual(stream, records, view)
+        def interrupted(stream: TlsStream, view: memoryview) -> int | None:
+            count = usual(stream, view)
             if count and not through[0]:
                 through[0] = True
                 signal.raise_signal(signal.SIGUSR1)
             return count
 
-        monkeypatch.setattr(TlsStream, "_decrypt_through", interrupted)
+        monkeypatch.setattr(TlsStream, "_decrypt", interrupted)
         before = signal.signal(signal.SIGUSR1, lambda *_: read_in_handler.append(read(store, 7, 300_000)))
         try:
             assert read(store, 0, 500_000) == DATA[:500_000]

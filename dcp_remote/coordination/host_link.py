@@ -1,0 +1,592 @@
+"""Link between the ranks of one host, one of which speaks to the key-value store for all of them.
+
+The ranks of one network namespace find each other by the name of an abstract Unix socket. The kernel lets one process
+bind the name, which becomes the leader, and frees the name when that process ends. The other ranks connect to it and
+send what they contribute to a round; the leader merges the contributions into one part, puts the part, polls for the
+answer, and sends the answer back.
+
+- A leader that dies or closes: its connections end. Each member tries to bind the name; the one that can is the next
+  leader. Each member sends again what has no answer yet.
+- A leader that is stopped: it answers no ping. Each member speaks to the store itself until the leader answers again.
+- A system without abstract sockets, or a name that a process of another user has bound: each rank speaks for itself.
+
+So a rank may be in two parts of a round, with the same bytes, and a number of a part may be taken and never used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import pickle
+import queue
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dcp_remote.coordination.key_value import Client
+
+logger = logging.getLogger(__name__)
+
+# Longest wait of a part for members that have not contributed.
+_MERGE_SECONDS = 0.25
+# Wait of a part for members that are about to connect: ranks that begin together connect within that time.
+_CONNECT_SECONDS = 0.05
+# Interval at which a leader looks whether a part is due.
+_TICK_SECONDS = 0.02
+
+# Interval of a member's pings, and how many a leader leaves unanswered before it counts as stopped.
+_PING_SECONDS = 1.0
+_PINGS_MAX = 5
+# Pause before the next try to bind or connect: a process that has bound the name is about to listen, or has just died.
+_RETRY_SECONDS = 0.01
+
+# Longest wait of `close` for each of the two threads.
+_CLOSE_SECONDS = 0.5
+
+_BACKLOG = 1024
+_READ_BYTES = 2**20
+_LENGTH = struct.Struct("!Q")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class HostLink:
+    """Link of this rank to the other ranks of its host; for one caller thread, which it never blocks.
+
+    Costs one thread, and another on a rank that speaks to the store. A leader speaks for its members whether its own
+    rank takes part in a round or not, until it is closed.
+
+    Args:
+        name: Name of the link, the same on all ranks of a group; only they know it.
+        rank: Rank of this process, within the group.
+        connect: Returns a client of the store; called in a thread of the link.
+        pauses: Returns the pauses between two looks for an answer, in seconds.
+
+    Attributes:
+        spoken_alone: Rounds in which this rank spoke for itself because its leader was stopped.
+    """
+
+    def __init__(
+        self, name: str, rank: int, connect: Callable[[], Client], pauses: Callable[[], Iterator[float]]
+    ) -> None:
+        """Start nothing; `begin` starts the thread."""
+        self._address = b"\0dcp_remote/" + hashlib.sha256(name.encode()).hexdigest().encode()
+        self._rank = rank
+        self.spoken_alone = 0
+        self._speaker = _Speaker(connect, pauses, lambda *found: self._order(partial(self._finish, *found)))
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
+        self._answers: dict[str, bytes | Exception] = {}
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._selector = selectors.PollSelector()  # epoll would be shared with a child that is forked
+        self._wakers: tuple[socket.socket, ...] = ()  # the thread wakes up when something is sent over the first
+        # In the thread of the link from here on. Contributions of this rank that have no answer yet, by its key.
+        self._own: dict[str, tuple[_Round, bytes]] = {}
+        self._rounds: dict[str, _Round] = {}  # that this rank speaks for
+        self._listening: socket.socket | None = None  # of a leader
+        self._members: set[_Connection] = set()
+        self._connected_at = 0.0
+        self._leader: _Connection | None = None  # of a member
+        self._may_join = sys.platform == "linux"
+        self._pings = 0  # without an answer
+        self._next_ping = 0.0
+
+    def begin(self, slots: str, parts: str, answer: str, data: bytes) -> None:
+        """Contribute to a round.
+
+        Args:
+            slots: Key of the counter that numbers the parts of the round.
+            parts: Prefix of the parts: part n, a pickled dictionary of contributions by rank, is put at `<parts>/<n>`.
+            answer: Key of the answer.
+            data: Contribution of this rank.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        self._order(partial(self._begin, _Round(slots, parts, answer), data))
+        if self._thread is None:
+            _links.add(self)
+            self._wakers = _open_sockets(socket.socketpair)
+            thread = threading.Thread(target=self._run, name="dcp_remote-host", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def answer(self, key: str) -> bytes | None:
+        """Return the answer of a round that was begun, once; None as long as there is none.
+
+        Raises:
+            Exception: This rank speaks for itself, and the store raised this.
+        """
+        while not self._arrived.empty():
+            self.wait(0.0)
+        found = self._answers.pop(key, None)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Wait for some seconds, or until an answer comes."""
+        with contextlib.suppress(queue.Empty):
+            key, found = self._arrived.get(timeout=seconds)
+            self._answers[key] = found
+
+    def end(self, key: str) -> None:
+        """Stop waiting for an answer that has not come."""
+        self._answers.pop(key, None)
+        self._order(partial(self._end, key))
+
+    def close(self) -> None:
+        """End the link, within a second; the leader's members choose another."""
+        self._is_closing = True
+        self._order(lambda: None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        for waker in self._wakers:
+            waker.close()
+        self._speaker.close()
+        _links.discard(self)
+
+    def _order(self, action: Callable[[], None]) -> None:
+        """Do something in the thread of the link; from any thread."""
+        self._orders.put(action)
+        with contextlib.suppress(OSError):  # the thread is about to wake up, or has ended
+            for waker in self._wakers[:1]:
+                waker.send(b"\0")
+
+    # ---- in the thread of the link
+
+    def _run(self) -> None:
+        try:
+            woken = self._wakers[1]
+            self._selector.register(woken, selectors.EVENT_READ, lambda _event: woken.recv(_READ_BYTES))
+            self._join()
+            while not self._is_closing:
+                while not self._orders.empty():
+                    self._orders.get()()
+                self._put_parts()
+                self._ping()
+                for key, event in self._selector.select(self._pause()):
+                    key.data(event)
+        except Exception as error:  # a defect: the caller must not wait for ever
+            logger.exception("rank %d: the link between the ranks of this host failed", self._rank)
+            for answer in self._own:
+                self._arrived.put((answer, error))
+        finally:
+            self._stop_leading()
+            if self._leader is not None:
+                self._leader.close()
+
+    def _pause(self) -> float | None:
+        if any(one.contributions for one in self._rounds.values()):
+            return _TICK_SECONDS
+        return _PING_SECONDS if self._leader is not None and self._own else None
+
+    def _join(self) -> None:
+        """Bind the name, or connect to the process that has; where neither is possible this rank speaks for itself."""
+        end = time.monotonic() + _PINGS_MAX * _PING_SECONDS
+        while self._may_join and not self._is_closing:
+            try:
+                self._bind_or_connect()
+                break
+            except OSError as error:
+                is_passing = isinstance(error, ConnectionRefusedError | BlockingIOError)
+                if not is_passing or time.monotonic() >= end:
+                    self._may_join = False
+                    logger.info("rank %d: no link to the other ranks of this host: %s", self._rank, error)
+                time.sleep(_RETRY_SECONDS)
+        self._contribute_again()
+
+    def _bind_or_connect(self) -> None:
+        """Become the leader, or a member.
+
+        Raises:
+            ConnectionRefusedError, BlockingIOError: Neither is possible at the moment.
+            OSError: Neither is possible.
+        """
+        own = _open_sockets(lambda: (socket.socket(socket.AF_UNIX),))[0]
+        try:
+            own.bind(self._address)
+            own.listen(_BACKLOG)
+            self._selector.register(own, selectors.EVENT_READ, lambda _event: self._accept(own))
+            self._listening, self._connected_at = own, time.monotonic()
+        except OSError as error:
+            try:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                own.connect(self._address)
+                if _peer_of(own)[1] != os.geteuid():
+                    raise PermissionError(errno.EPERM, "a process of another user has taken the name") from error
+            except OSError:
+                own.close()
+                raise
+            self._leader, self._pings = _Connection(own, self._selector, self._hear_leader), 0
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            connection = _open_sockets(lambda: (listening.accept()[0],))[0]
+        except BlockingIOError:
+            return
+        except OSError:  # no free file descriptor: the member speaks for itself after some pings
+            time.sleep(_TICK_SECONDS)
+            return
+        if _peer_of(connection)[1] != os.geteuid():
+            connection.close()
+            return
+        self._members.add(_Connection(connection, self._selector, self._hear_member))
+        self._connected_at = time.monotonic()
+
+    def _stop_leading(self) -> None:
+        """Let another rank lead: free the name, then end the connections."""
+        if self._listening is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._listening)
+            self._listening.close()
+            self._listening = None
+        for member in list(self._members):
+            member.close()
+            self._hear_member(member, None)
+
+    def _begin(self, one: _Round, data: bytes) -> None:
+        if not self._own:
+            self._next_ping = time.monotonic() + _PING_SECONDS
+        self._own[one.answer] = one, data
+        self._contribute(one, data)
+
+    def _contribute(self, one: _Round, data: bytes) -> None:
+        """Send what this rank contributes to the leader, unless this rank leads, or the leader is stopped."""
+        if self._leader is None:
+            self._merge(None, one, self._rank, data)
+        elif self._pings < _PINGS_MAX:
+            self._leader.send(("begin", one, self._rank, data))
+        else:
+            self.spoken_alone += 1
+            self._merge(None, one, self._rank, data)
+
+    def _contribute_again(self) -> None:
+        """Send again what has no answer yet, but for what this rank speaks for already."""
+        for key, (one, data) in self._own.items():
+            if key not in self._rounds:
+                self._contribute(_Round(one.slots, one.parts, one.answer, is_again=True), data)
+
+    def _end(self, key: str) -> None:
+        self._own.pop(key, None)
+        if self._leader is not None:
+            self._leader.send(("end", key))
+        self._forget(None, key)
+
+    def _hear_member(self, member: _Connection, frame: tuple[Any, ...] | None) -> None:
+        match frame:
+            case ("begin", _Round() as one, int(rank), bytes(data)):
+                self._merge(member, one, rank, data)
+            case ("end", str(key)):
+                self._forget(member, key)
+            case ("ping",):
+                member.send(("pong",))
+            case None:
+                self._members.discard(member)
+                for key in list(self._rounds):
+                    self._forget(member, key)
+
+    def _hear_leader(self, leader: _Connection, frame: tuple[Any, ...] | None) -> None:
+        self._pings = 0
+        match frame:
+            case ("answer", str(key), bytes(data)):
+                self._finish(key, data)
+            case None if self._leader is leader:
+                self._leader = None
+                self._join()
+
+    def _merge(self, source: _Connection | None, one: _Round, rank: int, data: bytes) -> None:
+        """Take a contribution of a member, or of this rank (None), into the next part of its round."""
+        known = self._rounds.setdefault(one.answer, one)
+        if not known.contributions:
+            known.since, known.is_again = time.monotonic(), one.is_again
+        known.contributions[rank] = data
+        known.sources.add(source)
+
+    def _put_parts(self) -> None:
+        """Put the parts to which all have contributed, or that have waited long enough."""
+        now, everyone = time.monotonic(), {None, *self._members}
+        has_settled = self._listening is None or now >= self._connected_at + _CONNECT_SECONDS
+        for one in self._rounds.values():
+            is_due = now >= one.since + _MERGE_SECONDS or (has_settled and one.sources >= everyone)
+            if one.contributions and is_due:
+                self._speaker.put(one, one.contributions)
+                one.contributions = {}
+
+    def _ping(self) -> None:
+        """Ask the leader for a sign of life as long as this rank waits for an answer; speak for it without one."""
+        now = time.monotonic()
+        if self._leader is None or not self._own or now < self._next_ping:
+            return
+        self._next_ping = now + _PING_SECONDS
+        if self._pings < _PINGS_MAX:
+            self._pings += 1
+            self._leader.send(("ping",))
+            if self._pings == _PINGS_MAX:
+                self._speak_alone(self._leader)
+
+    def _speak_alone(self, leader: _Connection) -> None:
+        log = logger.debug if self.spoken_alone else logger.warning
+        log(
+            "rank %d: process %d, which speaks to the key-value store for the ranks of this host, has not answered for "
+            "%d s; this rank speaks for itself.",
+            *(self._rank, leader.pid, _PINGS_MAX * _PING_SECONDS),
+        )
+        self._contribute_again()
+
+    def _finish(self, key: str, found: bytes | Exception) -> None:
+        """Hand an answer to all that wait for it; or an error of the store to this rank, which leads no more."""
+        one = self._rounds.pop(key, None)
+        for member in one.sources - {None} if one is not None else ():
+            assert member is not None, "left out"
+            if isinstance(found, bytes):
+                member.send(("answer", key, found))
+        if one is not None:
+            self._speaker.forget(key)
+        if self._own.pop(key, None) is not None:
+            self._arrived.put((key, found))
+        if isinstance(found, Exception):
+            self._may_join = False
+            self._stop_leading()
+
+    def _forget(self, source: _Connection | None, key: str) -> None:
+        one = self._rounds.get(key)
+        if one is not None:
+            one.sources.discard(source)
+            if not one.sources:
+                del self._rounds[key]
+                self._speaker.forget(key)
+
+
+@dataclass(slots=True)
+class _Round:
+    """Round of a collective operation, as its speaker knows it.
+
+    Attributes:
+        slots: Key of the counter of parts.
+        parts: Prefix of the keys of parts.
+        answer: Key of the answer.
+        is_again: True if an earlier speaker may have put the same contributions.
+        contributions: Contributions that are in no part yet, by rank.
+        since: Moment at which the first of them came.
+        sources: Connections of the members that wait for the answer; None for this rank.
+    """
+
+    slots: str
+    parts: str
+    answer: str
+    is_again: bool = False
+    contributions: dict[int, bytes] = field(default_factory=dict)
+    since: float = 0.0
+    sources: set[_Connection | None] = field(default_factory=set)
+
+
+class _Connection:
+    """Connection to another rank of the host, over which pickled frames are sent; never blocks.
+
+    Args:
+        own: Socket, which does not block.
+        selector: Selector of the thread that uses the connection.
+        hear: Called with this connection and each frame; with None when the connection has ended.
+    """
+
+    def __init__(
+        self, own: socket.socket, selector: selectors.BaseSelector, hear: Callable[[_Connection, Any], None]
+    ) -> None:
+        """Register the socket."""
+        self.pid = _peer_of(own)[0]
+        self._own = own
+        self._selector = selector
+        self._hear = hear
+        self._inbox = bytearray()
+        self._outbox: deque[memoryview] = deque()
+        selector.register(own, selectors.EVENT_READ, self._serve)
+
+    def send(self, frame: tuple[Any, ...]) -> None:
+        """Send a frame, as soon as the other side takes it; nothing if the connection has ended."""
+        data = pickle.dumps(frame)
+        self._outbox += [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
+        self._flush()
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._own.fileno() >= 0:
+            self._selector.unregister(self._own)
+            self._own.close()
+
+    def _serve(self, event: int) -> None:
+        if event & selectors.EVENT_WRITE:
+            self._flush()
+        if event & selectors.EVENT_READ:
+            self._receive()
+
+    def _flush(self) -> None:
+        if self._own.fileno() < 0:
+            return
+        try:
+            while self._outbox:
+                sent = self._own.send(self._outbox[0])
+                self._outbox[0] = self._outbox[0][sent:]
+                if not self._outbox[0]:
+                    self._outbox.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:  # the other side has ended, as the next read says
+            self._outbox.clear()
+        writes = selectors.EVENT_WRITE if self._outbox else 0
+        self._selector.modify(self._own, selectors.EVENT_READ | writes, self._serve)
+
+    def _receive(self) -> None:
+        if self._own.fileno() < 0:
+            return
+        try:
+            data = self._own.recv(_READ_BYTES)
+            self._inbox += data
+            frames = list(self._take_frames())
+        except BlockingIOError:
+            return
+        except Exception:  # noqa: BLE001  # reset by the other side, or not one of our frames
+            data, frames = b"", []
+        for frame in frames:
+            self._hear(self, frame)
+        if not data:
+            self.close()
+            self._hear(self, None)
+
+    def _take_frames(self) -> Iterator[Any]:
+        while len(self._inbox) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._inbox)[0]
+            if len(self._inbox) < end:
+                return
+            with memoryview(self._inbox) as whole:
+                frame = pickle.loads(whole[_LENGTH.size : end])  # noqa: S301  # of this user's process
+            del self._inbox[:end]
+            yield frame
+
+
+class _Speaker:
+    """Thread that puts parts into the store and polls for the answers; started by the first part.
+
+    Args:
+        connect: Returns a client of the store.
+        pauses: Returns the pauses between two looks for an answer, in seconds.
+        deliver: Called with the key of an answer and the answer, or the error of the store.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        pauses: Callable[[], Iterator[float]],
+        deliver: Callable[[str, bytes | Exception], object],
+    ) -> None:
+        """Start nothing."""
+        self._connect = connect
+        self._pauses = pauses
+        self._deliver = deliver
+        self._client: Client | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Next look for each answer, and the pauses after it.
+        self._looks: dict[str, tuple[float, Iterator[float]]] = {}
+
+    def put(self, one: _Round, contributions: dict[int, bytes]) -> None:
+        """Put a part of a round, and poll for the answer until it comes, or is forgotten."""
+        self._jobs.put(partial(self._put, one.slots, one.parts, one.answer, contributions, is_again=one.is_again))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="dcp_remote-host-store", daemon=True)
+            self._thread.start()
+
+    def forget(self, answer: str) -> None:
+        """Poll for an answer no longer."""
+        self._jobs.put(lambda: self._looks.pop(answer, None) and None)
+
+    def close(self) -> None:
+        """End the thread, which may wait for the store."""
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+            if self._thread.is_alive() and self._client is not None:
+                self._client.shut_down()
+
+    def _run(self) -> None:
+        while True:
+            due = min((due for due, _ in self._looks.values()), default=None)
+            job: Callable[[], None] | None = self._look
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            if job is None:
+                return
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  # raised where the answer is awaited
+                looks, self._looks, self._client = self._looks, {}, None
+                for answer in looks:
+                    self._deliver(answer, error)
+
+    def _put(self, slots: str, parts: str, answer: str, contributions: dict[int, bytes], *, is_again: bool) -> None:
+        pauses = self._pauses()
+        self._looks[answer] = time.monotonic() + next(pauses), pauses
+        client = self._client = self._client or self._connect()
+        if not (is_again and client.has([answer])):
+            client.put(f"{parts}/{client.add(slots, 1)}", pickle.dumps(contributions))
+
+    def _look(self) -> None:
+        assert self._client is not None, "it has put a part"
+        for answer, (due, pauses) in list(self._looks.items()):
+            if due <= time.monotonic():
+                self._looks[answer] = time.monotonic() + next(pauses), pauses
+                data = self._client.get(answer)
+                if data:
+                    del self._looks[answer]
+                    self._deliver(answer, data)
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a Unix socket."""
+    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
+
+
+def _open_sockets(make: Callable[[], tuple[socket.socket, ...]]) -> tuple[socket.socket, ...]:
+    """Return sockets that do not block, and that a child which is forked closes.
+
+    A child lives on when this process has died, and would keep the name, and the members' connections, open.
+    """
+    with _forking:
+        made = make()
+        for one in made:
+            one.settimeout(0)
+        _sockets.update(made)
+    return made
+
+
+def _close_inherited() -> None:
+    _forking.release()
+    for one in list(_sockets):
+        one.close()
+
+
+def _close_all() -> None:
+    for link in list(_links):
+        link.close()
+
+
+_forking = threading.RLock()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_links: weakref.WeakSet[HostLink] = weakref.WeakSet()
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_inherited)
+atexit.register(_close_all)

@@ -1,0 +1,34 @@
+"""Cost of a commit for the coordinator, in calls and objects: they do not grow with the pieces."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dcp_remote.format.shard import ShardNames
+from dcp_remote.saving.manifest_assembly import assemble_manifest
+from tests.benchmark.clients.commit_cost import URL, Cost, Layout, main, plan
+from tests.support.work import count_work
+
+
+def test_nothing_is_done_piece_by_piece() -> None:
+    """A later save makes as many calls for four times the pieces, and leaves as many objects."""
+    counts = []
+    for tensors in (20, 80):
+        layout = Layout(data_parallel=1, tensors=tensors)
+        planned = plan(layout, Cost())
+        first, later = ([layout.report(rank, save) for rank in range(layout.ranks)] for save in (1, 2))
+        assembled = partial(assemble_manifest, planned, url=URL, segment_names=ShardNames(0))
+        assembled(first, save_id="1" * 32)
+        counts.append(count_work(partial(assembled, later, save_id="2" * 32))[1:])
+    (few_calls, few_objects), (many_calls, many_objects) = counts
+    assert many_calls < 1.1 * few_calls
+    assert many_objects < few_objects + layout.ranks
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for the plan, and for each save."""
+    main(["--data-parallel", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": CPU ")[0] for line in lines] == ["plan", "save 1", "save 2"]

@@ -1,0 +1,426 @@
+"""Links between ranks of one host, which are processes that are late, killed, stopped, or closed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.coordination import host_link
+from dcp_remote.coordination.host_link import HostLink
+from dcp_remote.coordination.key_value import Client
+from tests.support.rank_pool import start_process
+from tests.support.rank_threads import wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has abstract sockets")
+
+T = TypeVar("T")
+
+
+class Rank:
+    """Rank with a link, for a process that calls its methods."""
+
+    def __init__(self, port: int, name: str, rank: int, user: int | None) -> None:
+        if user is not None:
+            os.setuid(user)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self.link = HostLink(name, rank, lambda: Client(store), RetryPolicy(0.005, 0.05).growing_delays)
+
+    def begin(self, number: int, data: bytes) -> None:
+        self.link.begin(f"{number}/slots", f"{number}/in", f"{number}/out", data)
+
+    def answer(self, number: int) -> bytes:
+        found: list[bytes] = []
+
+        def has_come() -> bool:
+            self.link.wait(0.01)
+            answer = self.link.answer(f"{number}/out")
+            if answer is not None:
+                found.append(answer)
+            return bool(found)
+
+        wait_until(has_come)
+        return found[0]
+
+    def leads(self) -> bool:
+        return self.link._listening is not None
+
+    def follows(self) -> bool:
+        return self.link._leader is not None
+
+    def speaks_for(self) -> int:
+        """Return the connections of this rank's members."""
+        return len(self.link._members)
+
+    def alone(self) -> int:
+        return self.link.spoken_alone
+
+    def end(self, number: int) -> None:
+        self.link.end(f"{number}/out")
+
+    def rounds(self) -> int:
+        return len(self.link._rounds)
+
+    def close(self) -> None:
+        self.link.close()
+
+    def fork(self) -> int:
+        """Fork a child that lives on, as a DataLoader's worker does, and return its identifier."""
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pause()
+            os._exit(0)
+        return child
+
+
+def serve(control: Connection, pings: int, *arguments: Any) -> None:
+    """Make a rank, and call its methods until the other end of the pipe is closed."""
+    host_link._PINGS_MAX, host_link._PING_SECONDS = pings, 0.1
+    one = Rank(*arguments)
+    while True:
+        try:
+            method, *arguments = control.recv()
+        except EOFError:
+            return
+        control.send(getattr(one, method)(*arguments))
+
+
+class Process:
+    """Process of a rank."""
+
+    def __init__(self, port: int, name: str, rank: int, user: int | None = None, *, pings: int = 20) -> None:
+        self._control, theirs = Pipe()
+        self.process = start_process(serve, theirs, pings, port, name, rank, user)
+        theirs.close()
+        self.pid = self.process.pid
+        assert self.pid is not None
+
+    def call(self, method: Callable[..., T], *arguments: object) -> T:
+        self.ask(method, *arguments)
+        assert self._control.poll(30), f"{method.__name__} hangs"
+        return self._control.recv()  # type: ignore[no-any-return]
+
+    def ask(self, method: Callable[..., object], *arguments: object) -> None:
+        self._control.send((method.__name__, *arguments))
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._control.close()
+
+
+class Host:
+    """Ranks of one host, and the coordinator's view of their rounds."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.client = Client(self._store)
+        self.name = f"test-{os.getpid()}-{self._store.port}"
+        self.processes: list[Process] = []
+
+    def start(self, *ranks: int, **options: Any) -> list[Process]:
+        started = [Process(self._store.port, self.name, rank, **options) for rank in ranks]
+        self.processes += started
+        return started
+
+    def lead(self, one: Process) -> None:
+        """Let a rank begin a round by itself, so that it leads."""
+        one.call(Rank.begin, 0, b"")
+        wait_until(lambda: one.call(Rank.leads))
+        self.collect(0, 1)
+        self.client.put("0/out", b"done")
+        assert one.call(Rank.answer, 0) == b"done"
+
+    def link(self, *ranks: int, **options: Any) -> list[Process]:
+        """Start ranks that are linked; the first leads."""
+        leader, *others = self.start(*ranks, **options)
+        self.lead(leader)
+        for other in others:
+            other.call(Rank.begin, 0, b"")
+            assert other.call(Rank.answer, 0) == b"done"
+        return [leader, *others]
+
+    def parts(self, number: int) -> list[dict[int, bytes]]:
+        """Return the parts of a round that are there now."""
+        keys = [f"{number}/in/{slot}" for slot in range(1, self.client.add(f"{number}/slots", 0) + 1)]
+        return [pickle.loads(data) for data in self.client.get_many(sorted(self.client.present(keys)))]
+
+    def collect(self, number: int, count: int) -> dict[int, bytes]:
+        """Return the contributions to a round, by rank, once there are so many."""
+        wait_until(lambda: len({rank for part in self.parts(number) for rank in part}) >= count)
+        return {rank: data for part in self.parts(number) for rank, data in part.items()}
+
+    def finish(self, number: int, answer: bytes, processes: Sequence[Process]) -> None:
+        """Publish the answer to a round, which all ranks get."""
+        self.client.put(f"{number}/out", answer)
+        assert [one.call(Rank.answer, number) for one in processes] == [answer] * len(processes)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    """Start a host, whose ranks are killed at the end."""
+    host = Host()
+    try:
+        yield host
+    finally:
+        for one in host.processes:
+            one.kill()
+
+
+def test_ranks_of_a_host_put_one_part(host: Host) -> None:
+    """Three ranks do three rounds: each round has one part and one slot, and each rank gets the answer."""
+    ranks = host.link(4, 5, 6)
+    for number in (1, 2, 3):
+        for rank, one in zip((4, 5, 6), ranks, strict=True):
+            one.call(Rank.begin, number, b"%d of %d" % (rank, number))
+        expected = {rank: b"%d of %d" % (rank, number) for rank in (4, 5, 6)}
+        assert host.collect(number, 3) == expected
+        assert host.parts(number) == [expected]
+        host.finish(number, b"answer %d" % number, ranks)
+
+
+def test_a_late_rank_is_in_a_part_of_its_own(host: Host) -> None:
+    """The part of the others does not wait for it, even where the late rank is the leader's own."""
+    late, *others = host.link(1, 2, 3)
+    for one in others:
+        one.call(Rank.begin, 1, b"")
+    host.collect(1, 2)
+    late.call(Rank.begin, 1, b"late")
+    assert host.collect(1, 3)[1] == b"late"
+    assert [sorted(part) for part in host.parts(1)] == [[2, 3], [1]]
+    host.finish(1, b"answer", [late, *others])
+
+
+def test_a_leader_speaks_for_others_in_a_round_that_it_has_left(host: Host) -> None:
+    """The leader's own rank ends its wait, and the others get the answer all the same."""
+    leader, other = host.link(1, 2)
+    for one in (leader, other):
+        one.call(Rank.begin, 1, b"")
+    host.collect(1, 2)
+    leader.call(Rank.end, 1)
+    host.finish(1, b"answer", [other])
+    for one in (leader, other):
+        one.call(Rank.begin, 2, b"")
+    host.collect(2, 2)
+    for one in (leader, other):
+        one.call(Rank.end, 2)
+    wait_until(lambda: leader.call(Rank.rounds) == 0)
+
+
+@pytest.mark.parametrize("is_put", [False, True])
+def test_a_leader_that_is_killed_is_followed_by_another(host: Host, is_put: bool) -> None:
+    """Kill the leader before or after it has put the part: the others send again, and each rank counts once."""
+    leader, *others = host.link(1, 2, 3, 4)
+    for one in others:
+        one.call(Rank.begin, 1, b"data")
+        if not is_put:
+            leader.signal(signal.SIGSTOP)
+    if is_put:
+        host.collect(1, 3)
+    leader.kill()
+    assert host.collect(1, 3) == dict.fromkeys((2, 3, 4), b"data")
+    wait_until(lambda: sum(one.call(Rank.leads) for one in others) == 1)
+    host.finish(1, b"answer", others)
+    slots = host.client.add("1/slots", 0)
+    for one in others:
+        one.call(Rank.begin, 2, b"")
+    host.collect(2, 3)
+    host.finish(2, b"answer", others)
+    assert host.client.add("1/slots", 0) == slots
+
+
+def test_a_leader_that_is_killed_after_the_answer_came_costs_no_part(host: Host) -> None:
+    """The next leader looks for the answer first: a part that it put would never be deleted."""
+    leader, other = host.link(1, 2)
+    other.call(Rank.begin, 1, b"")
+    host.collect(1, 1)
+    leader.signal(signal.SIGSTOP)
+    host.client.put("1/out", b"answer")
+    slots = host.client.add("1/slots", 0)
+    leader.kill()
+    assert other.call(Rank.answer, 1) == b"answer"
+    assert host.client.add("1/slots", 0) == slots
+
+
+def test_a_leader_that_closes_is_followed_by_another(host: Host) -> None:
+    """Close the leader during a round."""
+    leader, *others = host.link(1, 2, 3)
+    for one in others:
+        one.call(Rank.begin, 1, b"data")
+    leader.call(Rank.close)
+    assert host.collect(1, 2) == dict.fromkeys((2, 3), b"data")
+    host.finish(1, b"answer", others)
+
+
+def test_ranks_speak_for_themselves_while_their_leader_is_stopped(host: Host) -> None:
+    """Stop the leader: each member puts a part of its own; when it goes on, the leader speaks for them again."""
+    leader, *others = host.link(1, 2, 3, pings=3)
+    leader.signal(signal.SIGSTOP)
+    for one in others:
+        one.call(Rank.begin, 1, b"data")
+    assert host.collect(1, 2) == dict.fromkeys((2, 3), b"data")
+    assert sorted(map(len, host.parts(1))) == [1, 1]
+    host.finish(1, b"answer", others)
+    assert [one.call(Rank.alone) for one in others] == [1, 1]
+    leader.signal(signal.SIGCONT)
+    wait_until(lambda: host.client.has(["1/in/3"]))  # what they sent before it was stopped
+    for one in others:
+        one.call(Rank.begin, 2, b"data")
+    assert host.collect(2, 2) == dict.fromkeys((2, 3), b"data")
+    host.finish(2, b"answer", others)
+    assert [one.call(Rank.alone) for one in others] == [1, 1]
+    assert [sorted(part) for part in host.parts(2)] == [[2, 3]]
+
+
+def test_a_child_of_the_leader_keeps_neither_its_name_nor_its_connections(host: Host) -> None:
+    """Kill a leader whose forked child lives on: the members see it at once, and one of them binds the name."""
+    leader, *others = host.link(1, 2, 3, pings=1000)
+    child = leader.call(Rank.fork)
+    try:
+        for one in others:
+            one.call(Rank.begin, 1, b"data")
+        leader.kill()
+        assert host.collect(1, 2) == dict.fromkeys((2, 3), b"data")
+        wait_until(lambda: sum(one.call(Rank.leads) for one in others) == 1)
+        os.kill(child, 0)
+        host.finish(1, b"answer", others)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_values_of_many_mebibytes(host: Host) -> None:
+    """Contributions and an answer that fill every buffer on the way, while a third rank reads nothing."""
+    *ranks, stopped = host.link(1, 2, 3, pings=1000)
+    for one in (*ranks, stopped):
+        one.call(Rank.begin, 1, bytes(20 * 2**20))
+    assert sum(map(len, host.collect(1, 3).values())) == 3 * 20 * 2**20
+    stopped.signal(signal.SIGSTOP)
+    host.finish(1, bytes(30 * 2**20), ranks)
+    for one in ranks:
+        one.call(Rank.begin, 2, b"")
+    host.collect(2, 2)
+    host.finish(2, b"answer", ranks)
+    stopped.signal(signal.SIGCONT)
+    host.finish(1, bytes(30 * 2**20), [stopped])
+
+
+def test_connections_of_others_change_nothing(host: Host) -> None:
+    """A process connects and says nothing, or breaks off in the middle of a frame, or sends what is no frame."""
+    leader, other = host.link(1, 2)
+    address = HostLink(host.name, 0, lambda: host.client, lambda: iter(()))._address
+    sent = (b"", b"\0\0\0\0\0\0\1\0half", (4).to_bytes(8, "big") + b"junk", b"\xff" * 100)
+    strangers = [socket.socket(socket.AF_UNIX) for _ in sent]
+    try:
+        for stranger, data in zip(strangers, sent, strict=True):
+            stranger.connect(address)
+            stranger.sendall(data)
+        for one in (leader, other):
+            one.call(Rank.begin, 1, b"data")
+        assert host.collect(1, 2) == dict.fromkeys((1, 2), b"data")
+        host.finish(1, b"answer", [leader, other])
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    wait_until(lambda: leader.call(Rank.speaks_for) == 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_no_member(host: Host) -> None:
+    """Neither leads the other: each speaks for itself, also where the stranger has bound the name."""
+    (leader,) = host.link(1)
+    (stranger,) = host.start(2, user=65534)
+    for one in (leader, stranger):
+        one.call(Rank.begin, 1, b"data")
+    host.collect(1, 2)
+    assert sorted(map(len, host.parts(1))) == [1, 1]
+    host.finish(1, b"answer", [leader, stranger])
+    assert not stranger.call(Rank.leads)
+    assert not stranger.call(Rank.follows)
+    assert leader.call(Rank.speaks_for) == 0
+
+
+def test_a_system_without_abstract_sockets_has_no_links(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank puts a part of its own."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    links = [HostLink(host.name, rank, lambda: host.client, RetryPolicy(0.005, 0.05).growing_delays) for rank in (1, 2)]
+    for link in links:
+        link.begin("1/slots", "1/in", "1/out", b"data")
+    host.collect(1, 2)
+    assert sorted(map(len, host.parts(1))) == [1, 1]
+    for link in links:
+        link.close()
+
+
+def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host) -> None:
+    """The rank that speaks raises the error; its member becomes the leader and gets the answer."""
+    failing = HostLink(host.name, 1, lambda: _raise(dist.DistNetworkError("gone")), lambda: iter([0.01] * 1000))
+    failing.begin("1/slots", "1/in", "1/out", b"data")
+    wait_until(lambda: failing._listening is not None or not failing._may_join)
+    (other,) = host.start(2)
+    other.call(Rank.begin, 1, b"data")
+    with pytest.raises(dist.DistNetworkError, match="gone"):
+        wait_until(lambda: failing.answer("1/out"))
+    host.collect(1, 1)
+    host.finish(1, b"answer", [other])
+    failing.close()
+
+
+def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> None:
+    """Close a link that never began, one that waits for an answer, and one that waits for the store."""
+
+    def stuck() -> Client:
+        time.sleep(60)
+        return host.client
+
+    links = [
+        HostLink(f"{host.name}-{number}", 1, connect, RetryPolicy(0.005, 0.05).growing_delays)
+        for number, connect in enumerate([lambda: host.client, lambda: host.client, stuck])
+    ]
+    for link in links[1:]:
+        link.begin("1/slots", "1/in", "1/out", b"data")
+    host.collect(1, 1)
+    for link in links:
+        link.close()
+    thread = links[2]._speaker._thread
+    assert thread is not None
+    assert thread.is_alive()
+
+
+def test_a_process_that_never_closed_ends_quietly() -> None:
+    """An interpreter with a link that waits for an answer, and one that waits for the store, ends with status 0."""
+    code = """
+import time
+import torch.distributed as dist
+from dcp_remote.coordination.host_link import HostLink
+from dcp_remote.coordination.key_value import Client
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def stuck():
+    Client(store)._store.wait(["never"])
+for connect in (lambda: Client(store), stuck):
+    link = HostLink(f"quiet-{store.port}-{connect}", 1, connect, lambda: iter([0.001] * 100000))
+    link.begin("slots", "parts", "answer", b"data")
+time.sleep(0.3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def _raise(error: Exception) -> Client:
+    raise error
