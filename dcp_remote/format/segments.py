@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from dcp_remote.common.arrays import I64, Buffer, concat_ranges, group_offsets, sorted_unique
+from dcp_remote.common.arrays import I64, Buffer, concat_arrays, concat_ranges, group_offsets, sorted_unique
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.columns import ENTRIES_MAX, decode_column, encode_column
@@ -102,17 +102,13 @@ class Segment:
     @classmethod
     def concat(cls, parts: Sequence[Segment]) -> Self:
         """Return the chunks of all parts, one part after another."""
-
-        def concat(column: Callable[[Segment], I64]) -> I64:
-            return np.concatenate([np.zeros(0, dtype=np.int64), *map(column, parts)])
-
         return cls(
-            tensor=concat(lambda part: part.tensor),
-            dimensions=concat(lambda part: part.dimensions),
-            number=concat(lambda part: part.number),
-            offsets=concat(lambda part: part.offsets),
-            sizes=concat(lambda part: part.sizes),
-            counts=concat(lambda part: part.counts),
+            tensor=concat_arrays([part.tensor for part in parts]),
+            dimensions=concat_arrays([part.dimensions for part in parts]),
+            number=concat_arrays([part.number for part in parts]),
+            offsets=concat_arrays([part.offsets for part in parts]),
+            sizes=concat_arrays([part.sizes for part in parts]),
+            counts=concat_arrays([part.counts for part in parts]),
             pieces=Pieces.concat([part.pieces for part in parts]),
         )
 
@@ -134,7 +130,7 @@ def split(
         return manifest, {}
     tensor = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
     number = np.arange(len(tensor)) - tensors.chunk_first[tensor]
-    columns = tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces
+    columns = tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces.astype(np.int64)
     whole = Segment(tensor, tensors.dimensions[tensor], number, *columns, manifest.pieces)
     objects: dict[str, list[Buffer]] = {}
     unused = dict(known)  # two segments of equal bytes are two objects
@@ -170,8 +166,8 @@ def _group_chunks(manifest: Manifest) -> list[I64]:
     # A chunk without pieces goes with its neighbor.
     shard = manifest.pieces.shard[np.minimum(tensors.piece_first[:-1], count - 1)]
     order = np.lexsort((shard, group))
-    is_first = np.diff(group[order], prepend=-1) != 0  # of its group
-    starts = np.flatnonzero(is_first | (np.diff(shard[order], prepend=-1) != 0))
+    is_first = np.concatenate([[True], np.diff(group[order]) != 0])  # of its group
+    starts = np.flatnonzero(is_first | np.concatenate([[True], np.diff(shard[order]) != 0]))
     before = group_offsets(np.maximum(tensors.chunk_pieces[order], 1))[starts]
     # Pieces of the group before each shard.
     before -= np.maximum.accumulate(np.where(is_first[starts], before, 0))

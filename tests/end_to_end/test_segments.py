@@ -13,6 +13,9 @@ from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRe
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.segments import place_of
+from dcp_remote.loading.peers import Announcement, cohorts_of
+from dcp_remote.loading.read_plan import wanted_blocks
+from dcp_remote.loading.shared_read_plan import encode_wanted
 from dcp_remote.run.copying import copy_checkpoints
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.info import require_run
@@ -226,3 +229,13 @@ def test_a_save_that_fails_leaves_no_segment() -> None:
     assert keys_of(shared) == before
     save(shared, 2)
     assert equal(restore([shared] * 2), state_at(2))
+
+
+def test_ranks_read_together_if_they_have_the_same_segments() -> None:
+    """Others number the blocks of other chunks, and are in no cohort with them."""
+    store = MemoryStore()
+    save(store, 1)
+    manifest = manifest_of(store, 1)
+    wanted = encode_wanted(manifest, wanted_blocks(manifest, []))
+    cohorts = cohorts_of([Announcement(None, wanted, chunks) for chunks in (b"a", b"b", b"a", b"", b"b")])
+    assert [list(cohort) for cohort in cohorts] == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
