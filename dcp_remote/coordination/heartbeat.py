@@ -588,19 +588,22 @@ class Heartbeat:
         # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
         status = self._status
         self._empty_outbox(client)
-        count = self._count = self._count + 1
         is_asked = self.is_asked and not status.is_inside
         position = position_of(self._caller) if is_asked else CallPosition()
         where, is_calling = one_line(position.where), position.is_calling
-        # After the outbox is emptied: what it puts is there before it is announced.
-        status = replace(status, count=count, where=where, is_calling=is_calling, notices=self._notices)
-        client.put(_status_key(self._rank), status.encode())
+        self._publish(client, replace(status, where=where, is_calling=is_calling))
         was_asked, self.is_asked = self.is_asked, self._read_others(client)
         if self.is_asked and not was_asked:
             self._wake.set()  # the next heartbeat, which has the position, follows at once
-        self._answered_count = count
+        self._answered_count = self._count
         for hook in self._hooks:
             self._call(hook, client)
+
+    def _publish(self, client: Client, status: RankStatus) -> None:
+        """Put a status, after the outbox was emptied: what that puts is there before it is announced."""
+        self._count += 1
+        status = replace(status, count=self._count, notices=self._notices)
+        client.put(_status_key(self._rank), status.encode())
 
     def _read_others(self, client: Client) -> bool:
         """Read the statuses of the coordinator and of watched ranks; return whether this rank is asked where it is."""
@@ -634,11 +637,11 @@ class Heartbeat:
 
     def _say_goodbye(self, client: Client) -> None:
         self._empty_outbox(client)
+        self._publish(client, self._status)  # ranks for which `farewell` waits may wait for an announcement
         while not self._farewell(client) and self._clock() < self._farewell_end:
             time.sleep(0.02)
         note = "closed" if self._says_goodbye else self._status.note
-        goodbye = replace(self._status, count=self._count + 1, is_inside=False, is_closed=self._says_goodbye, note=note)
-        client.put(_status_key(self._rank), goodbye.encode())
+        self._publish(client, replace(self._status, is_inside=False, is_closed=self._says_goodbye, note=note))
         client.has([_status_key(self._rank)])  # its answer says that the status has arrived
 
     def _record_answer(self) -> None:
