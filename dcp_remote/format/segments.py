@@ -328,8 +328,11 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
     return Segment(tensor, dimensions[tensor], numbers, offsets, sizes, piece_counts, pieces)
 
 
-def join(manifest: Manifest, found: Sequence[Segment]) -> Manifest:
-    """Return a manifest with the chunks of these segments, checked; `manifest` is as it was decoded."""
+def join(manifest: Manifest, found: Sequence[Segment], *, is_whole: bool = False) -> Manifest:
+    """Return a manifest with the chunks of these segments, checked; `manifest` is as it was decoded.
+
+    If these are all segments, `is_whole`, they must have all chunks.
+    """
     joined = Segment.concat(found)
     joined = joined.take(np.lexsort((joined.number, joined.tensor)))
     if bool(((np.diff(joined.tensor) == 0) & (np.diff(joined.number) == 0)).any()):
@@ -341,6 +344,8 @@ def join(manifest: Manifest, found: Sequence[Segment]) -> Manifest:
         chunk_sizes=joined.sizes,
         chunk_pieces=joined.counts,
     )
+    if is_whole and bool((tensors.chunks != manifest.chunk_counts).any()):
+        raise _damaged("chunks of a tensor are in no segment")
     count = len(joined.pieces.shard)
     stored = tuple(replace(item, piece_first=item.piece_first + count) for item in manifest.stored)
     pieces = Pieces.concat([joined.pieces, manifest.pieces])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.dcp_metadata import SourceMeta, held_boxes, plan_value
@@ -170,6 +171,14 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             if isinstance(saved[source], TensorStorageMetadata):
                 boxes.setdefault(source, []).extend(held_boxes(self.state_dict[name]))
         return boxes
+
+    def find_uncovered(self, plan: LoadPlan) -> str | None:
+        """Return the name in the checkpoint of a tensor of which a plan does not read all that this rank loads."""
+        left = {name: sum(math.prod(sizes) for _, sizes in boxes) for name, boxes in self.wanted_boxes().items()}
+        for item in plan.items:
+            if item.type != LoadItemType.BYTE_IO and item.storage_index.fqn in left:
+                left[item.storage_index.fqn] -= math.prod(item.lengths)
+        return next((name for name, elements in left.items() if elements), None)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Judge the checks of all ranks, and log what is kept or left out; called on the coordinator.

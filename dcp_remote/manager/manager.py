@@ -561,6 +561,7 @@ class CheckpointManager:
                 ).load(
                     lambda chosen: as_state(made(chosen) if is_function else made),
                     runs_foreign_code=is_function or runs_foreign_code(as_state(made)),
+                    makes_state=is_function,
                 )
         except BaseException as error:
             self._ranks.abandon(collective, error)

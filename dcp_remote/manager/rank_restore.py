@@ -20,7 +20,7 @@ from dcp_remote.common.threads import begin_early
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
-from dcp_remote.errors import InvalidArgumentError, StateMismatchError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, StateMismatchError
 from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.segments import find_segments
@@ -98,6 +98,7 @@ class _Asked:
 
     options: Mapping[str, object]  # those that all ranks must give alike
     runs_foreign_code: bool  # see the function of this name
+    makes_state: bool  # by a function of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class _Chosen:
     early_reads_in_vain: int
     latency_seconds: float  # latency of the store, measured by the coordinator; 0 if it measures none
     runs_foreign_code: bool  # on any rank
+    makes_state: bool  # on any rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +177,16 @@ class RankRestore:
     memory_budget_bytes: int  # of the buffers beyond the state
 
     def load(
-        self, make_state: Callable[[int], MutableMapping[str, Any]], *, runs_foreign_code: bool
+        self, make_state: Callable[[int], MutableMapping[str, Any]], *, runs_foreign_code: bool, makes_state: bool
     ) -> Restored | None:
         """Restore a checkpoint, in the block of the collective; None if the newest is asked for and there is none.
 
-        `make_state` returns the state for a step. `runs_foreign_code` is what the function of this name returns of the
-        state, or True if the state is not known yet.
+        `make_state` returns the state for a step; `makes_state` if it is the user's function. `runs_foreign_code` is
+        what the function of this name returns of the state, or True if the state is not known yet.
 
         Ranks meet three times: to choose the checkpoint, before a byte is read, and before a value is applied. Where
         objects of the state run code that is not torch's, also after that; and, if each rank has read the manifest from
-        the store, before it.
+        the store or a function has made the state, before it.
         """
         began_seconds, before = time.monotonic(), self.store.counts
         collective = self.collective
@@ -194,7 +196,7 @@ class RankRestore:
                 collective.set_activity("asking which checkpoint to restore")
                 read: list[bytes] = []  # on the coordinator: the manifest as stored, also if it is not sent
                 chosen = collective.gather(
-                    _Asked(self.request.shared(), runs_foreign_code),
+                    _Asked(self.request.shared(), runs_foreign_code, makes_state),
                     lambda asked: collective.run_in_thread(partial(self._choose, asked, read)),
                 )
                 if chosen is None:
@@ -204,12 +206,12 @@ class RankRestore:
                 in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
                 collective.set_activity(f"planning the restore of step {entry.step}")
                 manifest = collective.run_in_thread(partial(self._decode, chosen, read))
-                if runs_foreign_code and chosen.manifest is None:
+                state = make_state(entry.step)
+                if runs_foreign_code and (chosen.manifest is None or chosen.makes_state):
                     # It may call collectives of torch next, in which a rank would hang without those that have failed.
                     collective.gather(None, _require_no_failure)
                 del chosen
                 read.clear()
-                state = make_state(entry.step)
                 exchange = opened.enter_context(self._exchange()) if self.ranks.world_size > 1 else None
                 planned = self._plan(entry, manifest, state, made)
                 manifest = planned.manifest
@@ -302,8 +304,14 @@ class RankRestore:
             data = expected.fetch(entry, retry_seconds=retry_seconds())
         read.append(data)
         sent = data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None
-        runs_foreign_code = any(one.runs_foreign_code for one in asked)
-        return _Chosen(entry, sent, int(expected.was_wrong), store.latency_seconds, runs_foreign_code)
+        return _Chosen(
+            entry,
+            sent,
+            int(expected.was_wrong),
+            store.latency_seconds,
+            runs_foreign_code=any(one.runs_foreign_code for one in asked),
+            makes_state=any(one.makes_state for one in asked),
+        )
 
     def _decode(self, chosen: _Chosen, read: Sequence[bytes]) -> Manifest:
         """Decode the manifest, which is read if the coordinator did not send it, and once more if it is damaged."""
@@ -346,6 +354,12 @@ class RankRestore:
             manifest = self.collective.run_in_thread(join)
             planner.metadata = replace(to_dcp_metadata(manifest), storage_meta=metadata.storage_meta)
         plan = planner.create_local_plan()
+        if manifest.segments is not None and (uncovered := planner.find_uncovered(plan)) is not None:
+            raise CorruptCheckpointError(
+                "The segments of the manifest lack chunks of a tensor. Use another checkpoint.",
+                url=self.store.url,
+                tensor=uncovered,
+            )
         self._require_no_lost_values(find_lost_values(manifest, plan, planner.lookup_tensor), entry.step)
         return _PlannedRestore(manifest, template, keys, planner, plan, options.renamed_parameters(names, links))
 

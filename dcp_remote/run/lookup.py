@@ -350,7 +350,8 @@ def join_segments(
 
     try:
         numbers = range(len(manifest.segments.tensors)) if segments is None else segments
-        return join(manifest, in_parallel(read, numbers, threads=_SEGMENTS_IN_FLIGHT))
+        found = in_parallel(read, numbers, threads=_SEGMENTS_IN_FLIGHT)
+        return join(manifest, found, is_whole=segments is None)
     except CorruptCheckpointError as error:
         raise error.with_details(url=store.url) from error
     except (ObjectNotFoundError, PermissionDeniedError) as error:

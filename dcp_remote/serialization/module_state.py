@@ -560,10 +560,12 @@ def is_left_to_torch(stateful: object) -> bool:
     by itself, unless a method is overridden or a hook registered.
     """
     parts: Iterable[Any] = (stateful,)
-    if isinstance(stateful, OptimizerState):
+    if type(stateful) is OptimizerState:  # a class derived from it has methods of its own
         parts = chain(stateful.optimizers, stateful._model.modules())
-    elif isinstance(stateful, nn.Module | ModelState):
+    elif isinstance(stateful, nn.Module) or type(stateful) is ModelState:
         parts = (stateful.model if isinstance(stateful, ModelState) else stateful).modules()
+    elif isinstance(stateful, LRScheduler):
+        parts = (stateful, *getattr(stateful, "_schedulers", ()))
     return all(map(_is_torchs, parts))
 
 

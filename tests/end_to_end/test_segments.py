@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dcp_remote import RemoteReader, RemoteWriter, Retention, load
 from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRemoteError
+from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.segments import place_of
@@ -239,3 +242,31 @@ def test_ranks_read_together_if_they_have_the_same_segments() -> None:
     wanted = encode_wanted(manifest, wanted_blocks(manifest, []))
     cohorts = cohorts_of([Announcement(None, wanted, chunks) for chunks in (b"a", b"b", b"a", b"", b"b")])
     assert [list(cohort) for cohort in cohorts] == [[0, 2], [1, 4], [0, 2], [3], [1, 4]]
+
+
+def test_an_index_that_lacks_a_segment() -> None:
+    """No reader takes the chunks that are nowhere for values, as after a defect of the writer."""
+    store = MemoryStore()
+    save(store, 1)
+    (entry,) = require_run(store, retry_seconds=1).entries
+    manifest = manifest_json.decode(store.get(entry.manifest, limit_bytes=2**20).data)
+    table, count = manifest.segments, len(manifest.pieces.shard) - 1
+    assert table is not None
+    tensors, shards = int(table.tensors[:-1].sum()), int(table.shards[:-1].sum())
+    values = int(manifest.tensors.dimensions[table.tensor[:tensors]].sum())
+    fewer = replace(
+        table,
+        shards=table.shards[:-1],
+        shard=table.shard[:shards],
+        tensors=table.tensors[:-1],
+        tensor=table.tensor[:tensors],
+        offsets=table.offsets[:values],
+        sizes=table.sizes[:values],
+    )
+    index = replace(manifest, segments=fewer, pieces=manifest.pieces.take(np.arange(count)))
+    store.put(entry.manifest, [manifest_json.encode(index)])
+    with pytest.raises(CorruptCheckpointError, match="in no segment"):
+        load(store, step=1)
+    with pytest.raises(CorruptCheckpointError, match="lack chunks"):
+        restore([store] * 2)
+    assert verify(store).damage

@@ -13,6 +13,7 @@ from torch import nn
 from dcp_remote import CheckpointManager, PerRank, RandomStates, load, training_state
 from dcp_remote.errors import PermissionDeniedError, StateMismatchError
 from dcp_remote.manager import rank_restore
+from dcp_remote.serialization.module_state import ModelState
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import RecordingStore
@@ -127,10 +128,23 @@ def test_a_restore_waits_three_times(
 def test_code_of_the_user() -> None:
     """Overridden methods, hooks, other `Stateful`s, and optimizers whose step may send messages."""
     own = [Renaming(2, 2), _hooked(nn.Linear(2, 2)), PerRank(Foreign()), torch.optim.Muon([torch.zeros(2, 2)])]
+    sgd = torch.optim.SGD([torch.zeros(2)])
+    own.append(torch.optim.lr_scheduler.SequentialLR(sgd, [OwnScheduler(sgd), OwnScheduler(sgd)], [1]))
+    own.append(OwnModelState(nn.Linear(2, 2)))
     own.append(_with_load_hook(torch.optim.SGD([torch.zeros(2)])))
     of_torch = [nn.Linear(2, 2), torch.optim.SGD([torch.zeros(2)]), PerRank(RandomStates()), {"a": 1}, torch.zeros(1)]
-    assert [rank_restore.runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in own] == [True] * 5
+    assert [rank_restore.runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in own] == [True] * 7
     assert [rank_restore.runs_foreign_code({"first": 1, "deep": [{"value": one}]}) for one in of_torch] == [False] * 5
+
+
+class OwnModelState(ModelState):
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError
+
+
+class OwnScheduler(torch.optim.lr_scheduler.ConstantLR):
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError
 
 
 def _hooked(module: nn.Module) -> nn.Module:
@@ -161,8 +175,9 @@ def test_a_function_of_the_step_that_is_restored() -> None:
             return manager.restore(choose)
 
         assert ranks.values(restore) == [3, 3]
-        assert rounds == {"the restore": 4}
+        assert rounds == {"the restore": 5}
         ended = ranks.run(lambda rank, manager: restore(rank, manager, fails=True))
+        assert rounds == {"the restore": 6}  # rank 1 has failed before the second, and rank 0 after it
         assert isinstance(ended[1].error, ZeroDivisionError)
         assert "in choose 3" in str(ended[0].error)
     assert [state["own"].value for state in states] == [[rank, 3.0] for rank in range(2)]
