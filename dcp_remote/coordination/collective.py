@@ -326,8 +326,8 @@ class Collective:
                 outcome.wait(next(pauses))  # the coordinator has not even looked yet
                 answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
             else:
-                link.begin(series, series, key, data)
                 try:
+                    link.begin(series, series, key, data)
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses, (link, key))
                 finally:
                     link.end(key)

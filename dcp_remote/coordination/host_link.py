@@ -72,10 +72,11 @@ class HostLink:
         name: Name of the link, the same on all ranks of a group; only they know it.
         rank: Rank of this process, within the group.
         connect: Returns a client of the store; called in a thread of the link.
-        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks in a part.
+        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
 
     Attributes:
         spoken_alone: Rounds in which this rank spoke for itself because its leader was stopped.
+        failure: Error that ended the thread of the link; no answer can come any more.
     """
 
     def __init__(
@@ -85,11 +86,13 @@ class HostLink:
         self._address = b"\0dcp_remote/" + hashlib.sha256(name.encode()).hexdigest().encode()
         self._rank = rank
         self.spoken_alone = 0
+        self.failure: Exception | None = None
         self._speaker = _Speaker(connect, pauses, lambda *found: self._order(partial(self._finish, *found)))
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
         self._answers: dict[str, bytes | Exception] = {}
         self._is_closing = False
+        self._run_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._selector = selectors.PollSelector()  # epoll would be shared with a child that is forked
         self._wakers: tuple[socket.socket, ...] = ()  # the thread wakes up when something is sent over the first
@@ -116,23 +119,23 @@ class HostLink:
         Raises:
             RuntimeError: No thread can be started.
         """
-        self._order(partial(self._begin, _Round(slots, parts, answer), data))
         if self._thread is None:
             _links.add(self)
-            self._wakers = _open_sockets(socket.socketpair)
+            self._wakers = self._wakers or _open_sockets(socket.socketpair)
             thread = threading.Thread(target=self._run, name="dcp_remote-host", daemon=True)
             thread.start()
             self._thread = thread
+        self._order(partial(self._begin, _Round(slots, parts, answer), data))
 
     def answer(self, key: str) -> bytes | None:
         """Return the answer of a round that was begun, once; None as long as there is none.
 
         Raises:
-            Exception: This rank speaks for itself, and the store raised this.
+            Exception: This rank speaks for itself, and the store raised this; or the thread of the link has failed.
         """
         while not self._arrived.empty():
             self.wait(0.0)
-        found = self._answers.pop(key, None)
+        found = self._answers.pop(key, self.failure)
         if isinstance(found, Exception):
             raise found
         return found
@@ -169,6 +172,9 @@ class HostLink:
     # ---- in the thread of the link
 
     def _run(self) -> None:
+        if not self._run_lock.acquire(blocking=False):
+            return  # Ctrl-C interrupted an earlier `begin` after its thread had begun
+        self._thread = threading.current_thread()
         try:
             woken = self._wakers[1]
             self._selector.register(woken, selectors.EVENT_READ, lambda _event: woken.recv(_READ_BYTES))
@@ -182,6 +188,7 @@ class HostLink:
                     key.data(event)
         except Exception as error:  # a defect: the caller must not wait for ever
             logger.exception("rank %d: the link between the ranks of this host failed", self._rank)
+            self.failure = error
             for answer in self._own:
                 self._arrived.put((answer, error))
         finally:
@@ -324,6 +331,7 @@ class HostLink:
         for one in self._rounds.values():
             is_due = now >= one.since + _MERGE_SECONDS or (has_settled and one.sources >= everyone)
             if one.contributions and is_due:
+                one.ranks += len(one.contributions)
                 self._speaker.put(one, one.contributions)
                 one.contributions = {}
 
@@ -381,6 +389,7 @@ class _Round:
         parts: Prefix of the keys of parts.
         answer: Key of the answer.
         is_again: True if an earlier speaker may have put the same contributions.
+        ranks: Number of ranks in the parts so far.
         contributions: Contributions that are in no part yet, by rank.
         since: Moment at which the first of them came.
         sources: Connections of the members that wait for the answer; None for this rank.
@@ -390,6 +399,7 @@ class _Round:
     parts: str
     answer: str
     is_again: bool = False
+    ranks: int = 0
     contributions: dict[int, bytes] = field(default_factory=dict)
     since: float = 0.0
     sources: set[_Connection | None] = field(default_factory=set)
@@ -483,7 +493,7 @@ class _Speaker:
 
     Args:
         connect: Returns a client of the store.
-        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks in a part.
+        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
         deliver: Called with the key of an answer and the answer, or the error of the store.
     """
 
@@ -505,10 +515,13 @@ class _Speaker:
 
     def put(self, one: _Round, contributions: dict[int, bytes]) -> None:
         """Put a part of a round, and poll for the answer until it comes, or is forgotten."""
-        self._jobs.put(partial(self._put, one.slots, one.parts, one.answer, contributions, is_again=one.is_again))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dcp_remote-host-store", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="dcp_remote-host-store", daemon=True)
+            thread.start()
+            self._thread = thread
+        pauses = self._pauses(one.ranks)
+        put = partial(self._put, one.slots, one.parts, one.answer, contributions, pauses, is_again=one.is_again)
+        self._jobs.put(put)
 
     def forget(self, answer: str) -> None:
         """Poll for an answer no longer."""
@@ -537,12 +550,23 @@ class _Speaker:
                 for answer in looks:
                     self._deliver(answer, error)
 
-    def _put(self, slots: str, parts: str, answer: str, contributions: dict[int, bytes], *, is_again: bool) -> None:
-        pauses = self._pauses(len(contributions))
+    def _put(
+        self,
+        slots: str,
+        parts: str,
+        answer: str,
+        contributions: dict[int, bytes],
+        pauses: Iterator[float],
+        *,
+        is_again: bool,
+    ) -> None:
         self._looks[answer] = time.monotonic() + next(pauses), pauses
         client = self._client = self._client or self._connect()
         if not (is_again and client.has([answer])):
-            client.put(f"{parts}/{client.add(slots, 1)}", pickle.dumps(contributions))
+            key = f"{parts}/{client.add(slots, 1)}"
+            client.put(key, pickle.dumps(contributions))
+            if is_again and client.has([answer]):  # the round has ended meanwhile, and the coordinator deletes no more
+                client.delete([key, slots], {slots: 0})
 
     def _look(self) -> None:
         assert self._client is not None, "it has put a part"

@@ -93,7 +93,7 @@ class GroupMember:
             if self._link is None and name is not None and self.world_size >= _LINKED_RANKS_MIN:
                 assert self.heartbeat is not None, "a single rank needs no store"
                 self._link = HostLink(name, self.rank, self.heartbeat.client, self.polling_pauses)
-            return self._link
+            return None if self._link is None or self._link.failure is not None else self._link
 
     def polling_pauses(self, ranks: int = 1) -> Iterator[float]:
         """Yield the pauses between two looks of a rank for a key, in seconds, where each looks for so many `ranks`."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.coordination import host_link
-from dcp_remote.coordination.host_link import HostLink
+from dcp_remote.coordination.host_link import HostLink, _Speaker
 from dcp_remote.coordination.key_value import Client
 from tests.support.rank_pool import start_process
 from tests.support.rank_threads import wait_until
@@ -399,11 +400,49 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> N
     for link in links[1:]:
         link.begin("1/slots", "1/in", "1/out", b"data")
     host.collect(1, 1)
+    wait_until(lambda: links[2]._speaker._thread is not None)
     for link in links:
         link.close()
     thread = links[2]._speaker._thread
     assert thread is not None
     assert thread.is_alive()
+
+
+def no_thread(*_arguments: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_link_that_failed_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may start no thread any more when the first part is due: the round ends, and so does the link."""
+    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    monkeypatch.setattr(_Speaker, "put", no_thread)
+    link.begin("1/slots", "1/in", "1/out", b"data")
+    wait_until(lambda: link.failure is not None)
+    with pytest.raises(RuntimeError, match="new thread"):
+        link.answer("1/out")
+    with pytest.raises(RuntimeError, match="new thread"):
+        link.answer("2/out")
+    link.close()
+
+
+def test_an_interrupt_while_the_thread_starts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread runs all the same, and the next round goes through it."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            link.begin("1/slots", "1/in", "1/out", b"data")
+    link.begin("2/slots", "2/in", "2/out", b"data")
+    host.collect(2, 1)
+    host.finish(2, b"answer", [])
+    wait_until(lambda: link.answer("2/out") == b"answer")
+    link.close()
 
 
 def test_a_process_that_never_closed_ends_quietly() -> None:

@@ -250,6 +250,7 @@ def test_an_index_that_lacks_a_segment() -> None:
     save(store, 1)
     (entry,) = require_run(store, retry_seconds=1).entries
     manifest = manifest_json.decode(store.get(entry.manifest, limit_bytes=2**20).data)
+    assert manifest is not None
     table, count = manifest.segments, len(manifest.pieces.shard) - 1
     assert table is not None
     tensors, shards = int(table.tensors[:-1].sum()), int(table.shards[:-1].sum())
