@@ -75,7 +75,9 @@ class CommandParser(argparse.ArgumentParser):
         """Parse the arguments of the command; exit with 2 if any are left."""
         parsed, left = super().parse_known_args(args, namespace)
         if left:
-            self.error(f"unrecognized arguments: {' '.join(left)}")
+            # Not what follows them, which may be a secret.
+            names = [one.partition("=")[0] for one in left if one.startswith("-")]
+            self.error(f"unrecognized arguments: {' '.join(names or left)}")
         return parsed, left
 
 

@@ -204,7 +204,8 @@ def _save_model(
                     *(run.url, output_dir, step),
                 )
             else:
-                (Path(output_dir) / "model.safetensors").unlink(missing_ok=True)  # read in place of several files
+                for name in ("model.safetensors", "model.safetensors.index.json"):
+                    (Path(output_dir) / name).unlink(missing_ok=True)  # of an earlier training: read in place of these
                 # Into a folder of its own, since an export goes to an empty one.
                 with tempfile.TemporaryDirectory(dir=output_dir) as draft:
                     for path in export_checkpoint(run.url, draft, step=step, storage_options=options, progress=False):

@@ -74,6 +74,22 @@ def load_restricted(stream: bytes) -> object:
     return value
 
 
+class _Tail(io.BytesIO):
+    """End of a stream, at its place in the stream: newer Pythons compare the places in a zip with its length."""
+
+    def __init__(self, tail: bytes | memoryview, length: int) -> None:
+        super().__init__(tail)
+        self._first = length - len(tail)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move the position; a ValueError for a place before the tail."""
+        return super().seek(offset - self._first * (whence == io.SEEK_SET), whence) + self._first
+
+    def tell(self) -> int:
+        """Return the position in the stream."""
+        return super().tell() + self._first
+
+
 def list_records(tail: bytes | memoryview, length: int) -> dict[str, zipfile.ZipInfo]:
     """Return the directory of a zip by the names of its records, without their common folder; no record is read.
 
@@ -82,10 +98,9 @@ def list_records(tail: bytes | memoryview, length: int) -> dict[str, zipfile.Zip
     """
     records: dict[str, zipfile.ZipInfo] = {}
     folders: set[str] = set()
-    with zipfile.ZipFile(io.BytesIO(tail)) as archive:
+    with zipfile.ZipFile(_Tail(tail, length)) as archive:
         entries = archive.infolist()
     for entry in entries:
-        entry.header_offset += length - len(tail)  # zipfile counts from where the directory would place the first byte
         folder, _, name = entry.filename.partition("/")
         folders.add(folder)
         is_stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
@@ -103,7 +118,9 @@ def list_records(tail: bytes | memoryview, length: int) -> dict[str, zipfile.Zip
 
 def find_content(entry: zipfile.ZipInfo, header: bytes | memoryview) -> int:
     """Return where in its stream the content of a record begins; `header` has the record's first `HEADER_BYTES`."""
-    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    signature, *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    if signature != b"PK\x03\x04":
+        raise ValueError("a record has no header")
     return int(entry.header_offset) + HEADER_BYTES + int(name_bytes) + int(extra_bytes)
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from botocore.exceptions import ClientError
 from fsspec import AbstractFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_remote.common.arrays import Buffer
@@ -60,7 +61,7 @@ from dcp_remote.storage.url import check_key, check_list_prefix, parse_url
 
 _Answer = TypeVar("_Answer")
 
-_ACCEPTED = "any file system of fsspec; to save, s3fs.S3FileSystem or LocalFileSystem"
+_ACCEPTED = "any file system of fsspec; to save, s3fs.S3FileSystem, LocalFileSystem, or a DirFileSystem around them"
 
 # File systems that answer from a cache, which misses the commits of other jobs.
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
@@ -75,9 +76,9 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
         RemoteWriter(open_fsspec_store(s3fs.S3FileSystem(endpoint_url=..., key=..., secret=...), "bucket/prefix"))
 
     Checkpoints are saved to and loaded from `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and
-    `s3_additional_kwargs`) and fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file
-    systems). Every other file system is read-only, also a subclass of these. If a store needs longer than s3fs's 15
-    seconds to answer a PUT of a shard, raise `config_kwargs={"read_timeout": ...}`.
+    `s3_additional_kwargs`), fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file
+    systems), and `DirFileSystem` around either. Every other file system is read-only, also a subclass of these. If a
+    store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise `config_kwargs={"read_timeout": ...}`.
 
     Args:
         filesystem: File system. Of an `S3FileSystem` the arguments are used, not the connections or caches.
@@ -91,6 +92,12 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
     if not isinstance(filesystem, AbstractFileSystem):
         given = type(filesystem).__name__
         raise InvalidArgumentError("This is no file system of fsspec.", type=given, accepted=_ACCEPTED)
+    while type(filesystem) is DirFileSystem:
+        path = path.removesuffix("/")
+        if path:
+            check_key(path)  # `..` would leave the folder
+        path = "/".join(part for part in (filesystem.path, path) if part)
+        filesystem = filesystem.fs
     # Private, but the one way to a path without its protocol, which every file system implements.
     bare = filesystem._strip_protocol(path)
     s3fs = sys.modules.get("s3fs")  # imported already, if the file system is one of s3fs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -26,8 +27,9 @@ _ZIP = b"PK\x03\x04"
 _VALUES_MAX, _VALUES_PER_BYTE_MAX = 10_000, 8
 _NAME_CHARACTERS_MAX, _NAME_CHARACTERS_PER_BYTE_MAX = 1 * MiB, 16
 
-# End of a stream in which its directory is looked for: of some hundred tensors, and of a hundred thousand.
-_TAIL_BYTES, _TAIL_BYTES_MAX = 64 * KiB, 16 * MiB
+# Ends of a stream in which its directory is looked for: of some hundred tensors, and of up to millions.
+_TAIL_BYTES = (64 * KiB, 1 * MiB, 16 * MiB)
+_TAIL_BYTES_MAX = 256 * MiB
 
 _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
@@ -107,17 +109,18 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
 
 
 def _read_directory(reader: RangeReader, span: FileRange) -> dict[str, zipfile.ZipInfo]:
-    """Return the directory of a stream, by the names of its records; one GET, or two if it is large or damaged."""
+    """Return the directory of a stream, by the names of its records; one GET, or more if it is large or damaged."""
 
     def read(limit_bytes: int) -> dict[str, zipfile.ZipInfo]:
         length = min(limit_bytes, span.length)
         (tail,) = reader.read([FileRange(span.file, span.start + span.length - length, length)])
         return list_records(tail, span.length)
 
-    try:
-        return read(_TAIL_BYTES)
-    except (zipfile.BadZipFile, ValueError):  # by a part of a directory, in one Python or another
-        return read(_TAIL_BYTES_MAX)
+    for limit_bytes in _TAIL_BYTES:
+        if limit_bytes < span.length:
+            with suppress(zipfile.BadZipFile, ValueError):  # by a part of a directory, in one Python or another
+                return read(limit_bytes)
+    return read(_TAIL_BYTES_MAX)
 
 
 def require_walkable(value: object, stream_bytes: int, **details: object) -> None:

@@ -137,7 +137,7 @@ def test_wording(message: str, named: str) -> None:
     ("arguments", "says"),
     [
         (["ls", "--enpoint-url", "http://x", "URL"], "unrecognized arguments: --enpoint-url"),
-        (["rm", "URL", "--stp=5"], "unrecognized arguments: --stp=5"),
+        (["rm", "URL", "--stp=5"], "unrecognized arguments: --stp"),
         (["rm", "URL", "--step=5", "--dry-run"], "unrecognized arguments: --dry-run"),
         (["bench", "URL", "--jsn"], "unrecognized arguments: --jsn"),
         (["show", "URL", "--option", "nonsense"], "argument --option: must have the form NAME=VALUE"),
@@ -158,6 +158,14 @@ def test_wording(message: str, named: str) -> None:
 def test_unknown_arguments(cli: CommandLine, arguments: list[str], says: str) -> None:
     """Nothing is done."""
     cli.refuse(*(argument.replace("URL", "s3://bucket/run") for argument in arguments), says=says)
+
+
+def test_what_follows_an_unknown_option_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", "s3://b/run", "--optoin", "aws_secret_access_key=HUSH", "--opton=key=HUSH"])
+    shown = capsys.readouterr().err
+    assert "--optoin --opton" in shown
+    assert "HUSH" not in shown
 
 
 def test_an_abbreviation_of_a_command_that_only_reads(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from dcp_remote.errors import CorruptCheckpointError, UnsafeObjectError
 from dcp_remote.serialization.objects import EncodedObject, decode_object, encode_object, encode_stream
 from dcp_remote.serialization.restricted_unpickler import DamagedStreamError
-from dcp_remote.serialization.torch_streams import load_restricted, save
+from dcp_remote.serialization.torch_streams import HEADER_BYTES, find_content, list_records, load_restricted, save
 
 REFUSALS = (CorruptCheckpointError, UnsafeObjectError)
 
@@ -263,3 +263,27 @@ def test_a_storage_shorter_than_its_record() -> None:
     assert isinstance(load_restricted(stream.getvalue()), torch.Tensor)
     with pytest.raises(DamagedStreamError, match="another size than its record"):
         load_restricted(changed.getvalue())
+
+
+def test_the_directory_is_found_in_the_end_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are those in the stream, which newer Pythons compare with its length (gh-139700)."""
+    stream = save({str(number): torch.full((1000,), number) for number in range(100)})
+    usual = zipfile._EndRecData  # type: ignore[attr-defined]  # private
+
+    def end_record(file: Any) -> Any:
+        assert file.seek(0, os.SEEK_END) == file.tell() == len(stream)
+        file.seek(-20, os.SEEK_END)
+        assert file.tell() == len(stream) - 20
+        return usual(file)
+
+    monkeypatch.setattr(zipfile, "_EndRecData", end_record)
+    whole = list_records(stream, len(stream))
+    part = list_records(stream[-20_000:], len(stream))
+    assert {name: one.header_offset for name, one in part.items()} == {
+        name: one.header_offset for name, one in whole.items()
+    }
+    entry = part["data/7"]
+    start = find_content(entry, stream[entry.header_offset :][:HEADER_BYTES])
+    assert stream[start:][: entry.file_size] == bytes(torch.full((1000,), 7).numpy())
+    with pytest.raises(ValueError, match="no header"):
+        find_content(entry, bytes(HEADER_BYTES))

@@ -294,18 +294,22 @@ def test_no_secret_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paths(s3_server: S3Server, tmp_path: Path) -> None:
-    """Open paths with and without protocol and slashes, and a DirFileSystem, which is read-only."""
+    """Open paths with and without protocol and slashes, and paths of a DirFileSystem; no path leads out of it."""
     filesystem = file_system(s3_server)
     for path in ("bucket/a/b", "s3://bucket/a/b", "s3a://bucket/a/b/", "/bucket/a/b"):
         assert open_fsspec_store(filesystem, path).url == "s3://bucket/a/b"
     for path in ("", "bucket?versionId=1", "bucket/a//b", "bucket/../b", "user@bucket"):
         with pytest.raises(InvalidArgumentError):
             open_fsspec_store(filesystem, path)
-    (tmp_path / "key").write_bytes(b"x")
-    folder = open_fsspec_store(DirFileSystem(path=str(tmp_path), fs=LocalFileSystem()), "")
-    assert folder.get("key", limit_bytes=1).data == b"x"
-    with pytest.raises(InvalidArgumentError, match="read-only"):
-        folder.put("key", [b"y"])
+    inner = DirFileSystem(path="bucket/a", fs=filesystem)
+    assert open_fsspec_store(DirFileSystem(path="b", fs=inner), "c").url == "s3://bucket/a/b/c"
+    assert open_fsspec_store(inner, "").url == "s3://bucket/a"
+    folder = DirFileSystem(path=str(tmp_path), fs=LocalFileSystem())
+    assert open_fsspec_store(folder, "run").url == LocalStore(tmp_path / "run").url
+    for path in ("../b", "b/../../c", "/b"):
+        for outer in (inner, folder):
+            with pytest.raises(InvalidArgumentError):
+                open_fsspec_store(outer, path)
 
 
 def test_local_file_systems_are_local_stores(tmp_path: Path) -> None:

@@ -36,6 +36,12 @@ class Clients:
         self._clients: dict[tuple[bool, bool, float], Client] = {}
         self._credentials_number = 0
 
+    @staticmethod
+    def refuse_fork() -> None:
+        """Refuse a process that was forked from one that has sent a request."""
+        global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
+        _requesting_pid = refuse_after_fork(_requesting_pid)
+
     def get(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
         """Return the client for requests of a size, creating it if necessary.
 
@@ -48,8 +54,7 @@ class Clients:
             TransientStorageError: This process can open too few files.
             botocore.exceptions.BotoCoreError: Profile, region or credentials cannot be read.
         """
-        global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
-        _requesting_pid = refuse_after_fork(_requesting_pid)
+        self.refuse_fork()
         seconds = self.request_seconds(size_bytes)
         settings = (download, delete_singly, seconds)
         with self._lock:

@@ -49,6 +49,7 @@ from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.throttle import Throttle
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
+from dcp_remote.storage.limits import count_processes
 from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix
@@ -220,7 +221,7 @@ class CloudStore(PlacedStore):
         provider, size_bytes = self._provider, len(buffer)
         if not provider.reads_directly() or is_reread():
             return "skipped"
-        is_overloaded = self._bucket.throttle.share < 1  # so that no second requests are sent
+        is_overloaded = self._bucket.throttle.is_overloaded  # so that no second requests are sent
         return self._bucket.direct.read(
             lambda: provider.sign_get(self._clients.get(download=True, size_bytes=size_bytes), path),
             start,
@@ -396,7 +397,10 @@ class CloudStore(PlacedStore):
             is_conditional=is_conditional,
         )
         try:
-            return self._bucket.throttle.send(request) if verb in _THROTTLED_VERBS else request()
+            self._clients.refuse_fork()  # before the throttle, in which requests of the parent may wait
+            # Of a job, the coordinator alone sends conditional requests, and all ranks wait for them.
+            is_throttled = verb in _THROTTLED_VERBS and not (is_conditional and count_processes() > 1)
+            return self._bucket.throttle.send(request) if is_throttled else request()
         except DcpRemoteError:  # before Exception: some of them are OSErrors and ValueErrors as well
             raise
         except Exception as error:  # noqa: BLE001  # `ERROR_CLASSES` has a row for everything

@@ -81,6 +81,7 @@ class Throttle:
     ) -> None:
         """Begin with a full share, or a part of that of 64 processes; `processes` returns how many begin together."""
         self.share = 1.0  # fraction of `REQUESTS_MAX` that may be in flight, in (0, 1]
+        self.is_overloaded = False  # the store has refused requests, and the share is not full again
         self._clock = clock
         self._uniform = uniform
         self._processes = processes
@@ -122,17 +123,18 @@ class Throttle:
 
     def _wait(self) -> None:
         came_seconds = time.monotonic()
-        turn = (came_seconds + remaining_seconds(), next(self._turns))
+        # Rounded, so that requests of one deadline keep their order.
+        turn = (round(came_seconds + remaining_seconds(), 1), next(self._turns))
         with self._changed:
-            self._waiting.add(turn)
             try:
+                self._waiting.add(turn)
                 while min(self._waiting) != turn or not self.begin(time.monotonic() - came_seconds):
                     if not remaining_seconds():
                         raise TransientStorageError("No time is left for this request: the store refuses others.")
                     with writes_nothing():
                         self._changed.wait(self.wait_seconds())
             finally:
-                self._waiting.remove(turn)
+                self._waiting.discard(turn)
                 self._changed.notify_all()
 
     def begin(self, waited_seconds: float) -> bool:
@@ -164,14 +166,17 @@ class Throttle:
             return
         refused_fraction = self._refused / (self._answered + self._running)
         self._answered = self._refused = 0
-        share = self.share * self._growth ** (min(seconds, _IDLE_SECONDS) if is_below_one else 1)
+        # One answer says little of the seconds that it took: it doubles the share at most.
+        share = self.share * min(self._growth ** (seconds if is_below_one else 1), _FIRST_GROWTH)
         if refused_fraction > REFUSED_MAX:
             share = (1 - refused_fraction) * min(self._running_max, self._limit()) / REQUESTS_MAX
             if self._share_min < SHARE_MIN:
                 share = self.share * _KEPT if is_below_one else max(share, self.share * _KEPT)
             self._growth = max(_GROWTH, math.sqrt(self._growth))
             self._running_max = self._running
+            self.is_overloaded = True
         self.share = min(1.0, max(self._share_min, share))
+        self.is_overloaded &= self.share < 1
         self._stepped_seconds = now_seconds
 
     def _begin_anew(self, now_seconds: float) -> None:

@@ -116,6 +116,18 @@ def test_less_than_a_request_is_a_pause() -> None:
     assert one.share >= SHARE_MIN / 32_000
 
 
+def test_one_slow_answer_doubles_the_share_at_most() -> None:
+    """One of 10,000 has a large shard, whose put takes eight seconds and is not refused."""
+    clock = Clock()
+    one = Throttle(clock, uniform=lambda low, _high: low, processes=lambda: 10_000)
+    assert one.begin(0)
+    first = one.share
+    clock.seconds += 8
+    one.end(refused=False)
+    assert one.share == 2 * first
+    assert not one.is_overloaded  # a late read may be sent twice
+
+
 def test_a_pause_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the deadline of a request pass while it waits: a transient error, and the next request has its turn."""
     monkeypatch.setattr(throttle, "CHECK_SECONDS", 0.01)
