@@ -67,7 +67,7 @@ def decoded(body: bytes) -> Manifest:
 
 @given(manifests(), st.integers(0, 3))
 def test_joined_is_what_was_written(manifest: Manifest, pieces: int) -> None:
-    """Of any manifest; as small as it is allowed to be, it has no segments and is the document of before."""
+    """Any manifest is read as it was written; one of few pieces has no segments, and is the document of before."""
     large, body, objects = write(manifest, pieces)
     index = decoded(body)
     if int(manifest.tensors.piece_first[-1]) <= pieces:
@@ -84,7 +84,7 @@ def test_joined_is_what_was_written(manifest: Manifest, pieces: int) -> None:
 
 
 def test_a_segment_has_the_chunks_of_neighbors() -> None:
-    """Of one key, and of ranks whose shards are not divided; each holds about as many pieces as is allowed."""
+    """A segment has one key, and whole shards of some ranks; each has about as many pieces as is allowed."""
     index = decoded(write(wide(), pieces=12)[1])
     assert index.segments is not None
     keys = [{index.tensors.names[tensor].split(".")[0] for tensor in tensors} for _, tensors in index.segments.parts()]

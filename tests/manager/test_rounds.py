@@ -95,7 +95,7 @@ def test_a_first_save_waits_three_times_and_later_ones_twice(wait: Any) -> None:
 
 
 def test_a_save_with_a_new_plan_on_one_rank_or_all() -> None:
-    """Of one rank alone, the coordinator asks the others for theirs; new tensors of several ranks are compared."""
+    """If one rank alone has a new plan, the others are asked for theirs; new tensors of several ranks are compared."""
     with manager_threads(2, MemoryStore()) as ranks, counted_rounds() as rounds:
         save(ranks, 1)
         save(ranks, 2, lambda rank, value: state_of(rank, value) | ({"added": 1} if rank == 0 else {}))
@@ -293,7 +293,7 @@ def test_the_first_save_after_a_restore_of_a_part_reads_the_manifest() -> None:
 
 
 def test_another_checkpoint_than_the_newest() -> None:
-    """What was read of one checkpoint is not taken for that of another, which the job then goes on from."""
+    """A save reads the manifest of the checkpoint that it compares with, if the rank read another one last."""
     memory = MemoryStore()
     with manager_threads(1, memory) as ranks:
         save(ranks, 1)

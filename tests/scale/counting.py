@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 class _Counts:
-    """What one thread has asked: operations by subject, method and success, its heartbeats, and bytes of values."""
+    """Counts of one thread: its operations by subject, method and success, its heartbeats, and bytes of values."""
 
     def __init__(self) -> None:
         self.operations: Counter[tuple[str, str, bool]] = Counter()
@@ -63,7 +63,7 @@ class _Counts:
 
 
 class _Caller(threading.local):
-    """What one thread has asked; `register` is called once in each thread, with the counts of that thread."""
+    """Counts of the calling thread, made at its first use; `register` is called with them, once in each thread."""
 
     def __init__(self, register: Callable[[_Counts], None]) -> None:
         self.counts = _Counts()

@@ -85,7 +85,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What a rank tells of a phase; `failure` is the traceback if it raised."""
+    """Report of a rank on a phase; `failure` is the traceback if it raised."""
 
     ended: float
     cpu_seconds: float
@@ -98,7 +98,7 @@ class _Done:
 
 @dataclass(slots=True)
 class Rank:
-    """What a rank's process keeps from one phase to the next, in `kept`, by name."""
+    """Process of a rank: it keeps objects from one phase to the next in `kept`, by name."""
 
     rank: int
     world_size: int

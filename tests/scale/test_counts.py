@@ -86,7 +86,7 @@ def test_of_32_ranks_on_four_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.torture(smoke=False)
 def test_of_128_ranks_on_16_hosts(tmp_path: Path) -> None:
-    """What 32 ranks ask, 128 ask of each rank as well; the coordinator's part counts for less."""
+    """With 128 ranks a rank asks no more often than with 32; the coordinator's part counts for less."""
     assert_few(measured(tmp_path, "--ranks", "128", "--hosts", "16"), 128)
 
 
