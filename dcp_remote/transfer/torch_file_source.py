@@ -45,7 +45,7 @@ class Layout:
 
 
 def load_layout(reader: RangeReader, span: FileRange) -> Layout:
-    """Return the layout of a stream; three to five GETs, and one per storage above 4 KiB, 16 at a time.
+    """Return the layout of a stream; three to six GETs, and one per storage above 4 KiB, 16 at a time.
 
     The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and know their places.
     Refused are objects that need code, tensors that torch cannot load without memory, compressed records, another byte

@@ -12,7 +12,7 @@ Processes of a host share no state. Eight processes that put 800 objects into a 
 The ranks of a job begin together, after one barrier. Those of a job of more than 64 begin with as many requests in all
 as 64 have in flight, at random times, and with twice as many after each second without overload; so again after a time
 without requests. A share may then be less than one request: a random pause follows each. Simulated for 10,000 ranks of
-32 requests, at a store that takes 5,500 a second: 0.4 refusals per request in 73 s; 8.4 in 71 s without.
+32 requests, at a store that takes 5,500 a second: 0.4 refusals per request in 69 s; 8.4 in 71 s without.
 """
 
 from __future__ import annotations
