@@ -485,7 +485,8 @@ class CheckpointManager:
         value is applied. Once more after that, if the state of a rank has an object with a `state_dict` or
         `load_state_dict` other than torch's, a module or optimizer with hooks for them, FSDP1, or an optimizer other
         than SGD, Adam and AdamW: it may fail on one rank alone, or call collectives of torch. For this reason also
-        before such objects are asked, if the manifest is too large to be sent to all ranks (256 MiB in all).
+        before such objects are asked, if the manifest is too large to be sent to all ranks (256 MiB in all). Where a
+        function returns the state, twice more.
 
         Args:
             state: State as for `save`; its keys and shapes say what is loaded. A `Stateful` with a method
