@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install lint format typecheck size pytest test test-hosts test-gpu test-frameworks campaign torture mutants scale demo bench docs dist clean
+.PHONY: help install lint format typecheck size pytest test test-hosts test-gpu test-frameworks campaign torture mutants scale storm demo bench docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -137,6 +137,9 @@ mutants: $(INSTALLED) ## Put 400 small faults into the package, one at a time, a
 
 scale: $(INSTALLED) ## Count what real ranks ask the key-value store; ARGS="--ranks 512" takes two minutes and 12 GiB
 	$(PYTHON) -m tests.scale.run $(ARGS)
+
+storm: $(INSTALLED) ## Count what ranks that begin at once send to a store that answers 503; ARGS="--job-ranks 1000"
+	$(PYTHON) -m tests.scale.storm $(ARGS)
 
 demo: $(INSTALLED) ## Train on a local S3 server, kill the job in mid-save, resume at other world sizes
 	$(PYTHON) examples/demo.py

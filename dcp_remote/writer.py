@@ -58,7 +58,7 @@ from dcp_remote.storage.location import (
     require_timeout,
 )
 from dcp_remote.storage.outages import name_speaker
-from dcp_remote.storage.retrying import RetryingStore, put_all
+from dcp_remote.storage.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
 
@@ -395,19 +395,18 @@ class RemoteWriter(StorageWriter):
         planned = to_columns(metadata)
         if save.has_all_entries:
             require_held(planned.flatten, planned.names)
-        manifest, body, segments = assemble_manifest(
+        storing = RetryingStore(save.store, save.deadline)
+        manifest, body = assemble_manifest(
             planned,
             [result.storage_data for written in results for result in written],
             url=save.store.url,
             save_id=save.save_id,
             replaces=save.slot.lineage,
             segment_names=ShardNames(0),
+            put=storing.put,
         )
         try:
-            put_all(save.store, segments, save.deadline)
-            commit.commit(
-                RetryingStore(save.store, save.deadline), save.slot, body, save_id=save.save_id, deadline=save.deadline
-            )
+            commit.commit(storing, save.slot, body, save_id=save.save_id, deadline=save.deadline)
         except DcpRemoteError as error:
             # If the other ranks have given up, torch's next collective operation fails and its error hides this one.
             logger.error("not confirmed as committed: %s: %s", save.store.url, error)  # noqa: TRY400  # raised as well

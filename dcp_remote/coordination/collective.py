@@ -228,6 +228,16 @@ class Collective:
         finally:
             helper.close()
 
+    def share(self, key: str, fetch: Callable[[], bytes]) -> bytes:
+        """Return a document that one rank of each host fetches for all ranks of the host; from any thread.
+
+        Args:
+            key: Key of the document, whose content never changes.
+            fetch: Fetches the document; called here if no other rank of this host sends it within five seconds.
+        """
+        link = self._member.link()
+        return fetch() if link is None else link.share(key, fetch)
+
     def begin_commit(self) -> None:
         """Enter the commit phase: only the deadline cancels from here on, not the others' silence or failure.
 

@@ -147,8 +147,8 @@ class RankGroup:
 
     @property
     def beat_seconds(self) -> float:
-        """Seconds between two heartbeats of a rank."""
-        return self._beat_seconds
+        """Seconds between two heartbeats of a rank, as far as this one knows."""
+        return self._beat_seconds if self.heartbeat is None else self.heartbeat.interval_seconds
 
     @property
     def has_met(self) -> bool:
@@ -318,6 +318,7 @@ class RankGroup:
             while_waiting=self._check_arrival,
             farewell=self._may_stop,
             look=self._look,
+            link=self._member.link,
             clock=self._member.clock,
         )
 

@@ -4,6 +4,13 @@ One thread of each rank publishes the heartbeat and reads those of other ranks, 
 blocks: a helper thread makes its requests, so that it sees twice a second how long the store has been silent, and opens
 another connection when one is. Clocks of two hosts are never compared: silence is measured by the reader's own
 monotonic clock.
+
+    beat/<rank>             status of a rank, put by the rank itself
+    beat/by/<rank>          newest statuses of the ranks of one host, put by one of them, which speaks for all
+
+Ranks of one host that are linked (see `host_link`) put the first key only at first, at last, when another rank speaks
+for them from then on, and while that rank is silent. A reader that finds there which rank speaks for others reads the
+second key, and again the first of those that the second brings nothing new of.
 """
 
 from __future__ import annotations
@@ -13,6 +20,8 @@ import json
 import logging
 import math
 import os
+import pickle
+import secrets
 import socket
 import threading
 import time
@@ -27,6 +36,7 @@ import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.coordination.call_position import CallPosition, position_of
+from dcp_remote.coordination.host_link import HostLink, News
 from dcp_remote.coordination.key_value import Client, HelperClient, StoreAddress, address_of, require_reachable
 
 logger = logging.getLogger(__name__)
@@ -37,10 +47,14 @@ HEARTBEAT_SECONDS = 1.0
 # First pause between two looks for a key or a store, of ranks that arrive together; each is longer than the one before.
 POLLING_SECONDS = 0.005
 
-# A heartbeat costs two operations on one server, and that of a manager which listens for SIGTERM three. The server does
-# some 6,800 a second (one client, loopback) and has torch's own work to do: at 10,000 ranks one heartbeat every ten
-# seconds is 3,000 operations a second.
+# A heartbeat costs two operations on one server, which does some 6,800 a second (one client, loopback) and has torch's
+# own work to do: at most 2,000 are for heartbeats. Ranks that are spoken for leave their share to the one that speaks.
 _RANKS_PER_BEAT_SECOND = 1000
+
+# Time without news of the rank that speaks for this one, after which this rank speaks for itself: so many seconds, or
+# heartbeats if that is longer.
+_NEWS_SECONDS = 4.0
+_NEWS_BEATS = 2.5
 
 # Ranks without a heartbeat so far are looked for one by one: so many with each of this rank's heartbeats, in turn.
 _UNHEARD_PER_BEAT = 512
@@ -56,8 +70,6 @@ _LOOK_SECONDS = 0.5
 # stopped gets few; after the last of them the thread waits for it alone.
 _SILENT_CONNECTION_SECONDS = 5.0
 _SILENT_CONNECTIONS_MAX = 6
-# A connection that was left behind may deliver a heartbeat after later ones: at most so many before the last.
-_LATE_HEARTBEATS = 16
 # Pause before the next try to reach a host to which there is no way now.
 _RECONNECT_SECONDS = 1.0
 
@@ -70,7 +82,7 @@ _FAREWELL_SHARE = 0.8
 
 
 def heartbeat_interval_seconds(world_size: int) -> float:
-    """Return the seconds between two heartbeats of each rank, by the number of ranks."""
+    """Return the seconds between two heartbeats of a rank that is alone on its host, by the number of ranks."""
     return max(HEARTBEAT_SECONDS, world_size / _RANKS_PER_BEAT_SECOND)
 
 
@@ -118,6 +130,8 @@ class RankStatus:
         host: Name of the rank's host, as that host knows it.
         pid: Identifier of the rank's process on that host.
         notices: Announcements of the coordinator to all ranks: a number by name. Empty on other ranks.
+        token: Number of this heartbeat, which no other has: not that of an earlier process of the rank, either.
+        speaker: Rank that speaks for this one from now on; 0 if this rank speaks for itself alone.
     """
 
     count: int
@@ -131,6 +145,8 @@ class RankStatus:
     host: str = ""
     pid: int = 0
     notices: Mapping[str, int] = field(default_factory=dict)
+    token: int = 0
+    speaker: int = 0
 
     def encode(self) -> bytes:
         """Return the value that is put into the store."""
@@ -185,8 +201,9 @@ class Heartbeat:
 
     The thread is a daemon: it keeps no process alive, and ends quietly when the store is gone. A heartbeat costs two
     operations: it sets the rank's status, and reads that of rank 0, the coordinator, which announces what all ranks
-    need to know. While the coordinator watches ranks, a `multi_get` per thousand ranks that were heard before is added,
-    and up to 544 operations while 512 ranks or more were not. After `close` the last status stays in the store.
+    need to know. It costs none on a rank for which another of its host speaks. While the coordinator watches ranks, a
+    `multi_get` per thousand hosts and ranks that were heard before is added, and up to 544 operations while 512 ranks
+    or more were not. After `close` the last status stays in the store.
 
     Hooks, queued actions and `farewell` are called in the helper thread that makes the requests. If its connection is
     silent, the helper thread is left behind: its next request raises, and another one does again what had not ended.
@@ -196,15 +213,17 @@ class Heartbeat:
             that returns the store, or None as long as it is not known which store that is: called in the helper thread,
             where it may block, again and again.
         rank: Rank whose heartbeat this is.
-        beat_seconds: Seconds between two heartbeats.
+        beat_seconds: Seconds between two heartbeats of a rank alone; of one that speaks for several, its part of that.
         address: Address of the store, if it is known before the store is open.
         while_waiting: Called repeatedly in the helper thread as long as there is no store.
         farewell: Called repeatedly at `close`, until it returns True, for four seconds at most.
         look: Called twice a second in the thread, also while the store does not answer; must not block or raise.
+        link: Returns the link to the other ranks of the host; None where there is none.
         clock: Monotonic clock, in seconds; for tests.
 
     Attributes:
         delay_seconds_max: Delay of a heartbeat, in seconds, beyond which its rank is not just a little late.
+        interval_seconds: Seconds between two heartbeats as they are now, of this rank or the one that speaks for it.
         is_asked: True while a rank asks where this one is; then each heartbeat outside of operations says so. On the
             coordinator also while it asks itself.
     """
@@ -219,6 +238,7 @@ class Heartbeat:
         while_waiting: Callable[[], None] = lambda: None,
         farewell: Callable[[Client], bool] = lambda _client: True,
         look: Callable[[], None] = lambda: None,
+        link: Callable[[], HostLink | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the arguments; `start` starts the thread."""
@@ -231,6 +251,7 @@ class Heartbeat:
         self._while_waiting = while_waiting
         self._farewell = farewell
         self._look_around = look
+        self._link = link
         self._clock = clock
         self.delay_seconds_max = max(3 * beat_seconds, 1.0)
         self._process_clock = SuspendAwareClock(self.delay_seconds_max, clock)
@@ -241,13 +262,18 @@ class Heartbeat:
         self._watched_at = 0.0
         self._count = 0
         self._answered_count = 0
-        self._status = RankStatus(0, host=socket.gethostname(), pid=os.getpid())
+        self._status = RankStatus(0, host=socket.gethostname(), pid=os.getpid(), token=secrets.randbits(32))
         self._status_lock = threading.Lock()
         self._monitor: LivenessMonitor | None = None
-        # Last status of each rank that was ever watched, for messages.
-        self._last_known: dict[int, RankStatus] = {}
-        self._heard: set[int] = set()
+        self._last_known: dict[int, RankStatus] = {}  # of each rank that was ever read
         self._unheard_from = 0
+        self._reads_in_vain: dict[int, int] = {}  # by a rank for which another speaks: reads since its status changed
+        self.interval_seconds = self._rest_seconds = beat_seconds
+        # In the helper thread: status that this rank has told last, if the outbox was emptied since, news in place of
+        # what this rank would read itself, and what it has looked for since the last heartbeat.
+        self._told, self._has_emptied = self._status, False
+        self._news: News | None = None
+        self._found: dict[str, bytes] = {}
         self._hooks: list[Callable[[Client], None]] = []
         self._outbox: deque[Callable[[Client], object]] = deque()
         self._wake = threading.Event()
@@ -334,6 +360,10 @@ class Heartbeat:
         """Return the seconds since the store last answered this process, with time in which it was suspended."""
         return self._clock() - self._last_answer
 
+    def wake(self) -> None:
+        """Let the next heartbeat come at once; from any thread."""
+        self._wake.set()
+
     def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which is published with the next heartbeat."""
         with self._status_lock:
@@ -379,7 +409,7 @@ class Heartbeat:
         if monitor is None:
             return {}
         silences = {
-            rank: monitor.silent_seconds(rank, self._watched_at) for rank in monitor.ranks if rank in self._heard
+            rank: monitor.silent_seconds(rank, self._watched_at) for rank in monitor.ranks if rank in self._last_known
         }
         return {rank: silence for rank, silence in silences.items() if silence >= seconds}
 
@@ -398,6 +428,16 @@ class Heartbeat:
     def remove_hook(self, hook: Callable[[Client], None]) -> None:
         """Stop calling a function that `add_hook` added."""
         self._hooks = [kept for kept in self._hooks if kept != hook]
+
+    def find(self, client: Client, key: str) -> bytes:
+        """Return the value of a key that all ranks look for, b"" if it is not there; in the thread of the hooks only.
+
+        Costs one operation; none on a rank for which another speaks that looks for the key as well.
+        """
+        if self._news is not None and key in self._news.found:
+            return self._news.found[key]
+        value = self._found[key] = client.get(key)
+        return value
 
     def announce(self, name: str, number: int) -> None:
         """Publish a number to all ranks at once, in the coordinator's `RankStatus.notices`; from any thread."""
@@ -425,16 +465,42 @@ class Heartbeat:
 
     def read(self, client: Client, ranks: Collection[int]) -> dict[int, RankStatus]:
         """Return the status of those ranks that ever had a heartbeat; in the thread of the hooks only."""
-        unheard = [rank for rank in ranks if rank not in self._heard]
-        if len(unheard) > _UNHEARD_PER_BEAT:
-            self._unheard_from %= len(unheard)
-            unheard = (unheard[self._unheard_from :] + unheard)[:_UNHEARD_PER_BEAT]
-            self._unheard_from += _UNHEARD_PER_BEAT
+        known = self._last_known
+        unheard = [rank for rank in ranks if rank not in known]
+        # Ranks that are far apart, so that they are of many hosts: one of a host is enough to find the others.
+        stride = max(1, math.ceil(len(unheard) / _UNHEARD_PER_BEAT))
+        unheard = unheard[self._unheard_from % stride :: stride]
+        self._unheard_from += 1
         present = client.present([_status_key(rank) for rank in unheard])
-        self._heard.update(rank for rank in unheard if _status_key(rank) in present)
-        heard = [rank for rank in ranks if rank in self._heard]
-        values = client.get_many([_status_key(rank) for rank in heard])
-        return {rank: RankStatus.decode(value) for rank, value in zip(heard, values, strict=True)}
+        alone = [rank for rank in ranks if rank in known and not known[rank].speaker]
+        self._read_own(client, [*alone, *(rank for rank in unheard if _status_key(rank) in present)])
+        before = {rank: known[rank] for rank in ranks if rank in known and known[rank].speaker}
+        brought = self._read_spoken(client, {status.speaker for status in before.values()})
+        in_vain = self._reads_in_vain
+        for rank, status in before.items():
+            in_vain[rank] = in_vain.get(rank, 0) + 1 if known[rank] is status else 0
+        self._read_own(client, [rank for rank in before if rank not in brought or in_vain[rank] > 1])
+        return {rank: known[rank] for rank in ranks if rank in known}
+
+    def _read_own(self, client: Client, ranks: Collection[int]) -> None:
+        """Read what ranks have put themselves, which each of them has."""
+        values = client.get_many([_status_key(rank) for rank in ranks]) if ranks else []
+        for rank, value in zip(ranks, values, strict=True):
+            self._take(rank, RankStatus.decode(value), is_own=True)
+
+    def _read_spoken(self, client: Client, speakers: Collection[int]) -> set[int]:
+        """Read what ranks have put that speak for others, and return the ranks that they speak for."""
+        values = client.get_many([_speaker_key(rank) for rank in speakers]) if speakers else []
+        spoken: list[tuple[int, bytes]] = [pair for value in values for pair in pickle.loads(value).items()]  # noqa: S301  # of a rank of this job
+        for rank, data in spoken:
+            self._take(rank, RankStatus.decode(data), is_own=False)
+        return {rank for rank, _ in spoken}
+
+    def _take(self, rank: int, status: RankStatus, *, is_own: bool) -> None:
+        """Take a status if it is newer than the last one: only the rank's own tells that its process is another."""
+        last = self._last_known.get(rank)
+        if last is None or (status.count > last.count if status.token == last.token else is_own):
+            self._last_known[rank] = status
 
     def close(self, seconds: float = math.inf, *, says_goodbye: bool = True, has_news: bool = False) -> None:
         """Publish the last heartbeat and stop the thread; returns in time even if the store is stuck.
@@ -468,7 +534,7 @@ class Heartbeat:
         try:
             while not self._is_closing:
                 self._ask(self._beat)
-                self._rest(self._beat_seconds)
+                self._rest(self._rest_seconds)
             self._ask(self._say_goodbye)
         except _ClosedError:
             self._helper.abandon()  # the store does not answer
@@ -478,6 +544,8 @@ class Heartbeat:
         finally:
             self._is_store_open.set()
             self._helper.close()
+            if self._told.speaker == self._rank and (link := self._link()) is not None:
+                link.stop_speaking()
 
     def _rest(self, seconds: float) -> None:
         """Wait for some seconds or until something is to be done, and look around meanwhile."""
@@ -577,10 +645,8 @@ class Heartbeat:
         require_reachable(address)
         client = Client(self._store, partial(self._record_own_answer, connection))
         # Another job may have taken the place of this one, at the same address: this rank must not appear in it.
-        key = _status_key(self._rank)
-        own = RankStatus.decode(client.get(key)) if client.has([key]) else None
-        counts = range(self._answered_count - _LATE_HEARTBEATS, self._count + 2)
-        if own is None or own.process != self.process or own.count not in counts:
+        value = client.get(_status_key(self._rank))
+        if not value or RankStatus.decode(value).token != self._status.token:
             raise ConnectionRefusedError(f"Another key-value store answers at {address}: this job's has ended.")
         return client
 
@@ -591,19 +657,61 @@ class Heartbeat:
         is_asked = self.is_asked and not status.is_inside
         position = position_of(self._caller) if is_asked else CallPosition()
         where, is_calling = one_line(position.where), position.is_calling
-        self._publish(client, replace(status, where=where, is_calling=is_calling))
-        was_asked, self.is_asked = self.is_asked, self._read_others(client)
+        link, news = self._find_link()
+        others = {} if link is None else link.statuses
+        speaker = self._rank if others else 0 if news is None else news.leader
+        status = self._number(replace(status, where=where, is_calling=is_calling, speaker=speaker))
+        data, told = status.encode(), self._told
+        if others:
+            client.put(_speaker_key(self._rank), pickle.dumps({**others, self._rank: data}))
+        # What the outbox has put, and a first status, must be there before another rank publishes this status.
+        is_own = not speaker or speaker != told.speaker or self._has_emptied
+        if is_own:
+            client.put(_status_key(self._rank), data)
+        was_asked, last_news, self._found = self.is_asked, self._news, {}
+        self._news = None if is_own or others else news
+        if self._news is None:
+            self.is_asked = self._read_others(client)
+        elif self._news is not last_news:
+            self.is_asked = self._read_news(self._news)
         if self.is_asked and not was_asked:
             self._wake.set()  # the next heartbeat, which has the position, follows at once
-        self._answered_count = self._count
+        self._answered_count, self._told, self._has_emptied = self._count, status, False
         for hook in self._hooks:
             self._call(hook, client)
+        self.interval_seconds = self._rest_seconds = self._count_interval(1 + len(others))
+        if link is not None and others:
+            coordinator = self._last_known.get(0)
+            link.spread(self.interval_seconds, b"" if coordinator is None else coordinator.encode(), self._found)
+        elif link is not None:
+            operation, is_inside = status.operation, status.is_inside
+            link.tell(data, is_urgent=(operation, is_inside) != (told.operation, told.is_inside))
+            if news is not None:
+                self.interval_seconds = news.seconds
+                self._rest_seconds = news.at + _patience_seconds(news) - time.monotonic()
 
-    def _publish(self, client: Client, status: RankStatus) -> None:
-        """Put a status, after the outbox was emptied: what that puts is there before it is announced."""
+    def _find_link(self) -> tuple[HostLink | None, News | None]:
+        """Return the link to the other ranks of this host, and the leader's news if there are and they are fresh."""
+        link = self._link()
+        try:
+            if link is not None:
+                link.start()
+        except RuntimeError:  # no thread can be started
+            link = None
+        news = None if link is None else link.news
+        is_fresh = news is not None and time.monotonic() < news.at + _patience_seconds(news)
+        return link, news if is_fresh else None
+
+    def _count_interval(self, ranks: int) -> float:
+        """Return the seconds to the next heartbeat, which speaks for so many ranks; or the usual on rank 0."""
+        if self._rank == 0 and self._last_known:
+            speakers = {status.speaker or rank for rank, status in self._last_known.items()}
+            ranks = len(self._last_known) // len(speakers)
+        return max(min(HEARTBEAT_SECONDS, self._beat_seconds), self._beat_seconds / ranks)
+
+    def _number(self, status: RankStatus) -> RankStatus:
         self._count += 1
-        status = replace(status, count=self._count, notices=self._notices)
-        client.put(_status_key(self._rank), status.encode())
+        return replace(status, count=self._count, notices=self._notices)
 
     def _read_others(self, client: Client) -> bool:
         """Read the statuses of the coordinator and of watched ranks; return whether this rank is asked where it is."""
@@ -613,13 +721,24 @@ class Heartbeat:
         watched = [] if monitor is None else monitor.ranks
         self._watched_at = self._watch_clock()
         for rank, status in self.read(client, watched if is_coordinator else {0, *watched}).items():
-            self._last_known[rank] = status
             if monitor is not None:
                 monitor.record(rank, status, self._watched_at)
         return is_asked if is_coordinator else self.announced(_ASKED) > 0
 
+    def _read_news(self, news: News) -> bool:
+        """Take what another rank has read of the coordinator as read by this one, as `_read_others` does."""
+        monitor = self._monitor
+        self._record_answer()
+        self._watched_at = self._watch_clock()
+        if news.status:
+            self._take(0, RankStatus.decode(news.status), is_own=True)
+            if monitor is not None:
+                monitor.record(0, self._last_known[0], self._watched_at)
+        return self.announced(_ASKED) > 0
+
     def _empty_outbox(self, client: Client) -> None:
         while self._outbox:
+            self._has_emptied = True
             action = self._outbox[0]
             self._call(action, client)
             if self._outbox[0] is action:
@@ -636,13 +755,17 @@ class Heartbeat:
                 logger.exception("rank %d: a function called with the heartbeat failed", self._rank)
 
     def _say_goodbye(self, client: Client) -> None:
+        own_key = _status_key(self._rank)
         self._empty_outbox(client)
-        self._publish(client, self._status)  # ranks for which `farewell` waits may wait for an announcement
+        client.put(
+            own_key, self._number(self._status).encode()
+        )  # ranks for which `farewell` waits may wait for an announcement
         while not self._farewell(client) and self._clock() < self._farewell_end:
             time.sleep(0.02)
         note = "closed" if self._says_goodbye else self._status.note
-        self._publish(client, replace(self._status, is_inside=False, is_closed=self._says_goodbye, note=note))
-        client.has([_status_key(self._rank)])  # its answer says that the status has arrived
+        last = replace(self._status, is_inside=False, is_closed=self._says_goodbye, note=note)
+        client.put(own_key, self._number(last).encode())
+        client.has([own_key])  # its answer says that the status has arrived
 
     def _record_answer(self) -> None:
         self._answered_at, self._last_answer = self._process_clock(), self._clock()
@@ -679,9 +802,7 @@ atexit.register(_close_all)
 def read_statuses(client: Client, ranks: Iterable[int]) -> dict[int, RankStatus]:
     """Return the last status of those ranks that ever had a heartbeat."""
     keys = {_status_key(rank): rank for rank in ranks}
-    present = list(client.present(list(keys)))
-    values = client.get_many(present)
-    return {keys[key]: RankStatus.decode(value) for key, value in zip(present, values, strict=True) if value}
+    return {keys[key]: RankStatus.decode(value) for key, value in client.get_present(list(keys)).items()}
 
 
 # Exists while a rank asks where the coordinator is; and the coordinator's announcement that it asks the others.
@@ -691,6 +812,14 @@ _ASKED = "asked"
 
 def _status_key(rank: int) -> str:
     return f"beat/{rank}"
+
+
+def _speaker_key(rank: int) -> str:
+    return f"beat/by/{rank}"
+
+
+def _patience_seconds(news: News) -> float:
+    return max(_NEWS_SECONDS, _NEWS_BEATS * news.seconds)
 
 
 def one_line(text: str, characters_max: int = _LINE_CHARACTERS_MAX) -> str:

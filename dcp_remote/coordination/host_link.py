@@ -3,11 +3,13 @@
 The ranks of one network namespace find each other by the name of an abstract Unix socket. The kernel lets one process
 bind the name, which becomes the leader, and frees the name when that process ends. The other ranks connect to it and
 send what they contribute to a round; the leader merges the contributions into one part, puts the part, polls for the
-answer, and sends the answer back.
+answer, and sends the answer back. Statuses of heartbeats go the same way: the leader's heartbeat publishes them with
+its own, and sends the status of the coordinator back, its news.
 
 - A leader that dies or closes: its connections end. Each member tries to bind the name; the one that can is the next
   leader. Each member sends again what has no answer yet.
-- A leader that is stopped: it answers no ping. Each member speaks to the store itself until the leader answers again.
+- A leader that is stopped: it answers no ping, and sends no news. Each member speaks to the store itself until the
+  leader answers again.
 - A system without abstract sockets, or a name that a process of another user has bound: each rank speaks for itself.
 
 So a rank may be in two parts of a round, with the same bytes, and a number of a part may be taken and never used.
@@ -20,6 +22,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+import math
 import os
 import pickle
 import queue
@@ -31,11 +34,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dcp_remote.coordination.host_documents import HostDocuments
 from dcp_remote.coordination.key_value import Client
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,8 @@ _MERGE_SECONDS = 0.25
 _CONNECT_SECONDS = 0.05
 # Interval at which a leader looks whether a part is due.
 _TICK_SECONDS = 0.02
+# Wait of a leader's heartbeat for the statuses of other members, which enter and leave an operation together.
+_STATUS_SECONDS = 0.1
 
 # Interval of a member's pings, and how many a leader leaves unanswered before it counts as stopped.
 _PING_SECONDS = 1.0
@@ -62,8 +68,27 @@ _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """Sign of life of a leader's heartbeat.
+
+    Attributes:
+        leader: Rank of the leader.
+        seconds: Seconds until the leader's next heartbeat.
+        status: Encoded status of the coordinator; b"" if it has none yet.
+        found: Values of the keys that the leader has looked for, b"" for one that is not there.
+        at: Moment at which the news came, by the monotonic clock of the receiver.
+    """
+
+    leader: int
+    seconds: float
+    status: bytes
+    found: Mapping[str, bytes]
+    at: float
+
+
 class HostLink:
-    """Link of this rank to the other ranks of its host; for one caller thread, which it never blocks.
+    """Link of this rank to the other ranks of its host; for a caller thread and the heartbeat's, which it never blocks.
 
     Costs one thread, and another on a rank that speaks to the store. A leader speaks for its members whether its own
     rank takes part in a round or not, until it is closed.
@@ -73,18 +98,27 @@ class HostLink:
         rank: Rank of this process, within the group.
         connect: Returns a client of the store; called in a thread of the link.
         pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
+        wake: Wakes this rank's heartbeat: there are statuses to publish, news, or a leader's news have ended.
 
     Attributes:
+        news: Last news of the leader; None on the leader itself, and if the leader's heartbeat has ended.
         spoken_alone: Rounds in which this rank spoke for itself because its leader was stopped.
         failure: Error that ended the thread of the link; no answer can come any more.
     """
 
     def __init__(
-        self, name: str, rank: int, connect: Callable[[], Client], pauses: Callable[[int], Iterator[float]]
+        self,
+        name: str,
+        rank: int,
+        connect: Callable[[], Client],
+        pauses: Callable[[int], Iterator[float]],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start nothing; `begin` starts the thread."""
+        """Start nothing; `start` starts the thread."""
         self._address = b"\0dcp_remote/" + hashlib.sha256(name.encode()).hexdigest().encode()
         self._rank = rank
+        self._wake = wake
+        self.news: News | None = None
         self.spoken_alone = 0
         self.failure: Exception | None = None
         self._speaker = _Speaker(connect, pauses, lambda *found: self._order(partial(self._finish, *found)))
@@ -92,7 +126,7 @@ class HostLink:
         self._arrived: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
         self._answers: dict[str, bytes | Exception] = {}
         self._is_closing = False
-        self._run_lock = threading.Lock()
+        self._start_lock, self._run_lock = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._selector = selectors.PollSelector()  # epoll would be shared with a child that is forked
         self._wakers: tuple[socket.socket, ...] = ()  # the thread wakes up when something is sent over the first
@@ -101,11 +135,45 @@ class HostLink:
         self._rounds: dict[str, _Round] = {}  # that this rank speaks for
         self._listening: socket.socket | None = None  # of a leader
         self._members: set[_Connection] = set()
+        self._statuses: dict[_Connection, tuple[int, bytes]] = {}  # of members, by the rank
+        self._wake_at = math.inf
         self._connected_at = 0.0
         self._leader: _Connection | None = None  # of a member
+        self._documents = HostDocuments(self._order, self._tell_leader)
         self._may_join = sys.platform == "linux"
         self._pings = 0  # without an answer
         self._next_ping = 0.0
+
+    def start(self) -> None:
+        """Start the thread, unless it was started.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        with self._start_lock:
+            if self._thread is None:
+                _links.add(self)
+                self._wakers = self._wakers or _open_sockets(socket.socketpair)
+                thread = threading.Thread(target=self._run, name="dcp_remote-host", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    @property
+    def statuses(self) -> dict[int, bytes]:
+        """Encoded statuses of the members for which this rank's heartbeat speaks, by rank."""
+        return dict([*self._statuses.values()])
+
+    def tell(self, status: bytes, *, is_urgent: bool) -> None:
+        """Hand this rank's encoded status to the leader, which publishes it at once if it is urgent."""
+        self._order(partial(self._offer, ("status", self._rank, status, is_urgent), to_leader=True))
+
+    def spread(self, seconds: float, status: bytes, found: Mapping[str, bytes]) -> None:
+        """Send news to the members; see `News`."""
+        self._order(partial(self._offer, ("news", self._rank, seconds, status, found), to_leader=False))
+
+    def stop_speaking(self) -> None:
+        """Tell the members that this rank's heartbeat publishes no statuses any more."""
+        self._order(partial(self._offer, ("no news",), to_leader=False))
 
     def begin(self, slots: str, parts: str, answer: str, data: bytes) -> None:
         """Contribute to a round.
@@ -119,12 +187,7 @@ class HostLink:
         Raises:
             RuntimeError: No thread can be started.
         """
-        if self._thread is None:
-            _links.add(self)
-            self._wakers = self._wakers or _open_sockets(socket.socketpair)
-            thread = threading.Thread(target=self._run, name="dcp_remote-host", daemon=True)
-            thread.start()
-            self._thread = thread
+        self.start()
         self._order(partial(self._begin, _Round(slots, parts, answer), data))
 
     def answer(self, key: str) -> bytes | None:
@@ -150,6 +213,15 @@ class HostLink:
         """Stop waiting for an answer that has not come."""
         self._answers.pop(key, None)
         self._order(partial(self._end, key))
+
+    def share(self, key: str, fetch: Callable[[], bytes]) -> bytes:
+        """Return a document that one rank of this host fetches for all that want it; from any thread.
+
+        Waits for five seconds at most for another rank. `fetch` is called at once where this rank is alone, and where
+        it has begun no round yet.
+        """
+        is_alone = self._thread is None or not (self._members or self._leader)
+        return fetch() if is_alone else self._documents.share(key, fetch)
 
     def close(self) -> None:
         """End the link, within a second; the leader's members choose another."""
@@ -184,6 +256,9 @@ class HostLink:
                     self._orders.get()()
                 self._put_parts()
                 self._ping()
+                if time.monotonic() >= self._wake_at:
+                    self._wake_at = math.inf
+                    self._wake()
                 for key, event in self._selector.select(self._pause()):
                     key.data(event)
         except Exception as error:  # a defect: the caller must not wait for ever
@@ -197,7 +272,7 @@ class HostLink:
                 self._leader.close()
 
     def _pause(self) -> float | None:
-        if any(one.contributions for one in self._rounds.values()):
+        if self._wake_at < math.inf or any(one.contributions for one in self._rounds.values()):
             return _TICK_SECONDS
         return _PING_SECONDS if self._leader is not None and self._own else None
 
@@ -215,6 +290,7 @@ class HostLink:
                     logger.info("rank %d: no link to the other ranks of this host: %s", self._rank, error)
                 time.sleep(_RETRY_SECONDS)
         self._contribute_again()
+        self._documents.ask_again()
 
     def _bind_or_connect(self) -> None:
         """Become the leader, or a member.
@@ -302,19 +378,48 @@ class HostLink:
                 self._forget(member, key)
             case ("ping",):
                 member.send(("pong",))
+            case ("status", int(rank), bytes(data), bool(is_urgent)):
+                if is_urgent or member not in self._statuses:
+                    self._wake_soon()
+                self._statuses[member] = rank, data
             case None:
                 self._members.discard(member)
+                if self._statuses.pop(member, None) is not None:
+                    self._wake_soon()
                 for key in list(self._rounds):
                     self._forget(member, key)
+        self._documents.hear_member(member.send, frame)
 
     def _hear_leader(self, leader: _Connection, frame: tuple[Any, ...] | None) -> None:
         self._pings = 0
         match frame:
             case ("answer", str(key), bytes(data)):
                 self._finish(key, data)
+            case ("news", rank, seconds, status, found):
+                self.news = News(rank, seconds, status, found, time.monotonic())
+                self._wake()
+            case ("no news",):
+                self.news = None
+                self._wake()
             case None if self._leader is leader:
-                self._leader = None
+                self._leader = self.news = None
+                self._wake()
                 self._join()
+        self._documents.hear_leader(frame)
+
+    def _tell_leader(self, frame: tuple[Any, ...]) -> None:
+        if self._leader is None or self._pings >= _PINGS_MAX:
+            self._documents.hear_member(self._documents.hear_leader, frame)
+        else:
+            self._leader.send(frame)
+
+    def _offer(self, frame: tuple[Any, ...], *, to_leader: bool) -> None:
+        for one in [self._leader] if to_leader else self._members:
+            if one is not None:
+                one.offer(frame)
+
+    def _wake_soon(self) -> None:
+        self._wake_at = min(self._wake_at, time.monotonic() + _STATUS_SECONDS)
 
     def _merge(self, source: _Connection | None, one: _Round, rank: int, data: bytes) -> None:
         """Take a contribution of a member, or of this rank (None), into the next part of its round."""
@@ -358,6 +463,7 @@ class HostLink:
 
     def _finish(self, key: str, found: bytes | Exception) -> None:
         """Hand an answer to all that wait for it; or an error of the store to this rank, which leads no more."""
+        self._documents.forget()
         one = self._rounds.pop(key, None)
         for member in one.sources - {None} if one is not None else ():
             assert member is not None, "left out"
@@ -431,6 +537,11 @@ class _Connection:
         data = pickle.dumps(frame)
         self._outbox += [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
         self._flush()
+
+    def offer(self, frame: tuple[Any, ...]) -> None:
+        """Send a frame, unless the other side has not taken an earlier one: a later frame will say more."""
+        if not self._outbox:
+            self.send(frame)
 
     def close(self) -> None:
         """End the connection."""

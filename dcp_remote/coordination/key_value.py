@@ -242,7 +242,8 @@ class HelperClient:
         return self._helper.run(make_request, look)
 
     def close(self) -> None:
-        """End the helper thread."""
+        """End the helper thread, and the connection."""
+        self._client = None
         self._helper.close()
 
     def abandon(self) -> None:

@@ -89,10 +89,10 @@ class GroupMember:
         The coordinator takes part in no link, and another rank only if there is a third.
         """
         with self._lock:
-            name = self._link_name() if self.rank > 0 and not self._is_closed else None
-            if self._link is None and name is not None and self.world_size >= _LINKED_RANKS_MIN:
-                assert self.heartbeat is not None, "a single rank needs no store"
-                self._link = HostLink(name, self.rank, self.heartbeat.client, self.polling_pauses)
+            may_link = self.rank > 0 and self.world_size >= _LINKED_RANKS_MIN and not self._is_closed
+            name = self._link_name() if may_link else None
+            if self._link is None and name is not None and self.heartbeat is not None:
+                self._link = HostLink(name, self.rank, self.heartbeat.client, self.polling_pauses, self.heartbeat.wake)
             return None if self._link is None or self._link.failure is not None else self._link
 
     def polling_pauses(self, ranks: int = 1) -> Iterator[float]:

@@ -168,8 +168,7 @@ class UseCounter:
         next after `count`.
         """
         keys = {_count_key(prefix, other): other for other in self._others}
-        present = list(client.present(list(keys)))
-        counts = {keys[key]: _decode_count(value) for key, value in zip(present, client.get_many(present), strict=True)}
+        counts = {keys[key]: _decode_count(value) for key, value in client.get_present(list(keys)).items()}
         newest = max(counts.values(), default=0)
         if newest <= count:
             return count + 1

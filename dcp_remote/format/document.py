@@ -64,7 +64,8 @@ def seal(document: bytes) -> bytes:
     # No reader would accept the document, so it must not be committed.
     if len(text) > DOCUMENT_BYTES_MAX or len(data) > STORED_BYTES_MAX:
         raise InvalidArgumentError(
-            "The checkpoint has more chunks than a manifest can hold.",
+            "The manifest would be larger than readers accept, mostly by the names of tensors and objects; nothing was "
+            "committed. Join small tensors into larger ones, or save parts of the state into runs of their own.",
             bytes=len(text),
             limit_bytes=DOCUMENT_BYTES_MAX,
             stored_bytes=len(data),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -136,6 +136,8 @@ class Pieces:
 
 
 def _take_digests(digests: bytes, indices: I64) -> bytes:
+    if not digests:  # not known yet
+        return b""
     return np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")[indices].tobytes()
 
 
@@ -174,6 +176,11 @@ class Tensors:
         return group_offsets(np.repeat(self.dimensions, self.chunks))
 
     @cached_property
+    def value_first(self) -> I64:
+        """Index in `chunk_offsets` and `chunk_sizes` of the first value of each tensor."""
+        return group_offsets(self.chunks * self.dimensions)[:-1]
+
+    @cached_property
     def piece_first(self) -> I64:
         """Index of the first piece of each chunk, then the number of pieces of tensors; shape [chunks + 1]."""
         return group_offsets(self.chunk_pieces)
@@ -196,9 +203,11 @@ class Tensors:
 
     def boxes_of(self, tensor: int) -> tuple[I64, I64]:
         """Return the offsets and the sizes of the chunks of a tensor, each of shape [chunks, dimensions]."""
-        first, stop = (int(self.box_first[self.chunk_first[tensor + i]]) for i in (0, 1))
         shape = (int(self.chunks[tensor]), int(self.dimensions[tensor]))
-        return self.chunk_offsets[first:stop].reshape(shape), self.chunk_sizes[first:stop].reshape(shape)
+        first = int(self.value_first[tensor])
+        own = slice(first, first + shape[0] * shape[1])
+        offsets, sizes = self.chunk_offsets[own].reshape(shape), self.chunk_sizes[own].reshape(shape)
+        return offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)  # a plan's are narrow
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +298,8 @@ class Manifest:
 
     @property
     def tensor_groups(self) -> I64:
-        """Number of the top-level key below which each tensor is; one for all that are at the top of the state dict."""
-        paths, groups = self.flatten or {}, dict[str, int]()
-        keys = [top_level_key(paths.get(name)) for name in self.tensors.names]
-        return np.array([groups.setdefault(key, len(groups)) for key in keys], dtype=np.int64)
+        """Number of the top-level key of each tensor, as `tensor_groups` returns it."""
+        return tensor_groups(self.tensors.names, self.flatten)
 
     @property
     def segment_first(self) -> int:
@@ -308,3 +315,10 @@ class Manifest:
     def total_bytes(self) -> int:
         """Bytes of all shards."""
         return int(self.shards.sizes.sum())
+
+
+def tensor_groups(names: Iterable[str], flatten: Mapping[str, tuple[str | int, ...]] | None) -> I64:
+    """Return the number of the top-level key below which each tensor is; one for all at the top of the state dict."""
+    paths, groups = flatten or {}, dict[str, int]()
+    keys = [top_level_key(paths.get(name)) for name in names]
+    return np.array([groups.setdefault(key, len(groups)) for key in keys], dtype=np.int64)

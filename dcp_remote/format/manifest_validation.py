@@ -70,9 +70,15 @@ def check(manifest: Manifest, *, is_known: bool = False) -> Manifest:
     check_saves(manifest.save_id, manifest.replaces)
     _check_shards(manifest.shards)
     if not is_known:
-        _check_kinds(manifest.tensors.kinds)
-        _check_tensors(manifest.tensors, manifest.chunk_counts)
-        _check_pieces(manifest)
+        check_tensors(manifest.tensors, manifest.chunk_counts)
+        objects = 0
+        for item in manifest.stored:
+            # Checked before the sum, in which a negative count could hide surplus pieces of chunks.
+            if item.pieces < 1:
+                raise _damaged("a stored object has no pieces", object=item.name)
+            objects += item.pieces
+        others = objects + len(manifest.pieces.shard) - manifest.segment_first
+        check_pieces(manifest.shards, manifest.tensors, manifest.pieces, others=others)
         _check_objects(manifest)
         _check_flatten(manifest)
     if manifest.segments is not None:
@@ -138,7 +144,9 @@ def _check_kinds(kinds: tuple[TensorKind, ...]) -> None:
             )
 
 
-def _check_tensors(tensors: Tensors, chunk_counts: I64) -> None:
+def check_tensors(tensors: Tensors, chunk_counts: I64) -> None:
+    """Check the chunks of tensors; those of a tensor that has fewer than `chunk_counts` need not cover the tensor."""
+    _check_kinds(tensors.kinds)
     if len(tensors.index) != len(tensors.names):
         raise _damaged("two tensors have the same name")
     if tensors.names and int(tensors.kind.max()) >= len(tensors.kinds):
@@ -169,7 +177,7 @@ def _find_doubtful(tensors: Tensors, whole: I64) -> I64:
     """
     dimensions = tensors.dimensions[whole]
     shape = tensors.shape[concat_ranges(tensors.shape_first[whole], dimensions)]
-    places = concat_ranges(tensors.box_first[tensors.chunk_first[whole]], dimensions)
+    places = concat_ranges(tensors.value_first[whole], dimensions)
     owner = np.repeat(np.arange(len(whole)), dimensions)
     bits = np.bincount(owner, np.log2(np.maximum(shape, 1)), minlength=len(whole))
     is_doubtful = bits > math.log2(VALUE_MAX / max(ITEM_BYTES.values())) - 1
@@ -185,16 +193,16 @@ def _checked_shape(tensors: Tensors, number: int) -> tuple[int, ...]:
     return shape
 
 
-def _check_pieces(manifest: Manifest) -> None:
-    shards, pieces, tensors = manifest.shards, manifest.pieces, manifest.tensors
-    for item in manifest.stored:
-        # Checked before the sum below, in which a negative count could hide surplus pieces of chunks.
-        if item.pieces < 1:
-            raise _damaged("a stored object has no pieces", object=item.name)
+def check_pieces(shards: Shards, tensors: Tensors, pieces: Pieces, *, others: int = 0, stream_bytes: int = 0) -> int:
+    """Check the pieces of chunks, and so many others behind them.
+
+    Returns the bytes of all streams and of the other pieces; to `stream_bytes`, those of pieces that were checked
+    before, they are added.
+    """
     count = len(pieces.shard)
-    if manifest.segment_first != int(tensors.piece_first[-1]) + sum(item.pieces for item in manifest.stored):
+    if count != int(tensors.piece_first[-1]) + others:
         raise _damaged("the number of pieces is not that of the chunks and objects", pieces=count)
-    if count and int(pieces.shard.max()) >= len(shards.keys):
+    if count and int(pieces.shard.max()) >= len(shards.sizes):
         raise _damaged("a piece is in a shard that is not listed")
     stops = pieces.start + pieces.length
     if bool((pieces.length < 1).any()):
@@ -207,7 +215,7 @@ def _check_pieces(manifest: Manifest) -> None:
     if bool((np.sort(shard_first + pieces.start)[1:] < np.sort(shard_first + stops)[:-1]).any()):
         raise _damaged("two pieces overlap")
     _check_tables(shards, pieces)
-    _check_chunk_lengths(tensors, pieces)
+    return _check_chunk_lengths(tensors, pieces, stream_bytes)
 
 
 def _check_segments(manifest: Manifest, segments: SegmentTable) -> None:
@@ -239,7 +247,7 @@ def _check_tables(shards: Shards, pieces: Pieces) -> None:
         raise _damaged("the block digests of a piece are outside the block table of its shard")
 
 
-def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
+def _check_chunk_lengths(tensors: Tensors, pieces: Pieces, stream_bytes: int) -> int:
     item = np.array([ITEM_BYTES[kind.dtype] for kind in tensors.kinds], dtype=np.int64)
     raw = np.array([kind.encoding == RAW for kind in tensors.kinds], dtype=bool)
     tensor_of = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
@@ -253,8 +261,8 @@ def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
     stored = lengths[tensors.piece_first[1:]] - lengths[tensors.piece_first[:-1]]
     # A stream is never empty, also that of a tensor without elements.
     wrong = np.where(raw[kind_of], stored != elements * item[kind_of], stored == 0)
-    streams = int(stored[~raw[kind_of]].sum())
-    if streams + int(pieces.length[int(tensors.piece_first[-1]) :].sum()) > STREAM_BYTES_MAX:
+    stream_bytes += int(stored[~raw[kind_of]].sum()) + int(pieces.length[int(tensors.piece_first[-1]) :].sum())
+    if stream_bytes > STREAM_BYTES_MAX:
         raise _damaged("its objects and streams together are too large", limit_bytes=STREAM_BYTES_MAX)
     if bool(wrong.any()):
         name = tensors.names[int(tensor_of[int(np.flatnonzero(wrong)[0])])]
@@ -264,6 +272,7 @@ def _check_chunk_lengths(tensors: Tensors, pieces: Pieces) -> None:
     is_split = pieces.length[: len(kind_of_piece)] % item[kind_of_piece] != 0
     if bool((raw[kind_of_piece] & is_split).any()):
         raise _damaged("a piece splits an element")
+    return stream_bytes
 
 
 def _check_objects(manifest: Manifest) -> None:

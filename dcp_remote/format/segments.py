@@ -2,8 +2,8 @@
 
 A manifest of 56 million pieces takes a gigabyte, of which a rank needs the part of its tensors. So the manifest of a
 large checkpoint is an index: names, shapes, shards and objects, and for each segment the box of each tensor whose
-chunks are there. `split` makes the segments, `find_segments` says which of them boxes need, and `join` puts the chunks
-of some or all of them back into the manifest.
+chunks are there. `draft_segments` and `put_segments` make the segments, `find_segments` says which of them boxes need,
+and `join` puts the chunks of some or all of them back into the manifest.
 
 A segment has the chunks of one top-level key that neighboring shards hold, which are those of neighboring ranks. It
 names no shard and no tensor itself, but counts those that the index lists for it. So a segment stays as it is where its
@@ -12,20 +12,23 @@ shards are copied under other names, and where other keys are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import binascii
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
 import msgspec
 import numpy as np
+import zstandard
 
 from dcp_remote.common.arrays import I64, Buffer, concat_arrays, concat_ranges, group_offsets, sorted_unique
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
+from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format.columns import ENTRIES_MAX, decode_column, encode_column
 from dcp_remote.format.document import VERSION, open_document, parse, seal
-from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards
+from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards, Tensors
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.format.shard import HeaderEntry, header
 
@@ -36,7 +39,13 @@ SEGMENT_PIECES_MAX = 200_000
 
 # Pieces of a segment, about: 0.8 MB. A rank reads two or three, and an index that grows with their number; 1 MB for
 # 56 million pieces.
-_SEGMENT_PIECES = 50_000
+SEGMENT_PIECES = 50_000
+
+# Segments that are encoded and put at a time: 5 MB each.
+_SEGMENTS_IN_FLIGHT = 16
+
+# What follows the digests in the document of a segment.
+_END = b'"}}'
 
 
 class _Chunks(msgspec.Struct):
@@ -80,23 +89,45 @@ class Segment:
     pieces: Pieces
 
     @cached_property
-    def _firsts(self) -> tuple[I64, I64]:
-        """Indices of the first value and of the first piece of each chunk."""
-        return group_offsets(self.dimensions)[:-1], group_offsets(self.counts)[:-1]
+    def value_first(self) -> I64:
+        """Index of the first value of each chunk."""
+        return group_offsets(self.dimensions)[:-1]
+
+    @cached_property
+    def piece_first(self) -> I64:
+        """Index of the first piece of each chunk."""
+        return group_offsets(self.counts)[:-1]
 
     def take(self, chunks: I64) -> Segment:
         """Return the chunks at these indices, in their order."""
-        value_first, piece_first = self._firsts
-        dimensions, counts = self.dimensions[chunks], self.counts[chunks]
-        values = concat_ranges(value_first[chunks], dimensions)
+        dimensions = self.dimensions[chunks]
+        values = concat_ranges(self.value_first[chunks], dimensions)
         return Segment(
             tensor=self.tensor[chunks],
             dimensions=dimensions,
             number=self.number[chunks],
             offsets=self.offsets[values],
             sizes=self.sizes[values],
-            counts=counts,
-            pieces=self.pieces.take(concat_ranges(piece_first[chunks], counts)),
+            counts=self.counts[chunks],
+            pieces=self.pieces.take(self.pieces_of(chunks)),
+        )
+
+    def pieces_of(self, chunks: I64) -> I64:
+        """Return the indices of the pieces of the chunks at these indices."""
+        return concat_ranges(self.piece_first[chunks], self.counts[chunks])
+
+    def within(self, tensors: Tensors) -> Tensors:
+        """Return the tensors with these chunks, which are in the order of tensor and number."""
+        return Tensors(
+            names=tensors.names,
+            kinds=tensors.kinds,
+            kind=tensors.kind,
+            dimensions=tensors.dimensions,
+            shape=tensors.shape,
+            chunks=np.bincount(self.tensor, minlength=len(tensors.names)).astype(np.int64),
+            chunk_offsets=self.offsets,
+            chunk_sizes=self.sizes,
+            chunk_pieces=self.counts,
         )
 
     @classmethod
@@ -116,81 +147,127 @@ class Segment:
 # ---- writing
 
 
-def split(
-    manifest: Manifest, make_key: Callable[[int], str], known: Mapping[bytes, str]
-) -> tuple[Manifest, dict[str, list[Buffer]]]:
-    """Return a large manifest with its segments, and these as objects to put, by key; a smaller one as it is.
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Segment without the digests of its pieces: what stays while only values change."""
 
-    The manifest stays whole in memory. `make_key` returns the key of the nth segment, as `ShardNames.key`. `known` has
-    the keys of segments that are there, by digest, as of `segment_keys`: they are named, and not put.
+    shards: I64  # indices of the shards that hold its pieces, ascending
+    tensors: I64  # indices of the tensors of its chunks, ascending
+    # Box around its chunks of each of these tensors: its values, one tensor after another.
+    offsets: I64
+    sizes: I64
+    pieces: bytes  # indices of its pieces, compressed
+    document: bytes  # compressed
+
+
+def draft_segments(chunks: Segment, groups: I64, pieces: I64) -> Iterator[Draft]:
+    """Yield the segments of some chunks, whose pieces have no digests yet.
+
+    `groups` is the number of the top-level key of each tensor, as `Manifest.tensor_groups`. No shard of a key is
+    divided. `pieces` is the index of each piece by which `put_segments` asks for its digest.
     """
-    tensors = manifest.tensors
-    groups = _group_chunks(manifest)
-    if not groups:
-        return manifest, {}
-    tensor = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
-    number = np.arange(len(tensor)) - tensors.chunk_first[tensor]
-    columns = tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces.astype(np.int64)
-    whole = Segment(tensor, tensors.dimensions[tensor], number, *columns, manifest.pieces)
-    objects: dict[str, list[Buffer]] = {}
+    if not len(chunks.tensor):
+        return
+    for numbers in _group_chunks(chunks, groups):
+        part = chunks.take(numbers)
+        shards, tensors = sorted_unique(part.pieces.shard), sorted_unique(part.tensor)
+        owner = np.searchsorted(tensors, part.tensor)
+        text = _encode(part, owner, np.searchsorted(shards, part.pieces.shard))
+        own = np.diff(pieces[chunks.pieces_of(numbers)], prepend=0)
+        yield Draft(shards, tensors, *_bound(part, owner), _compress(own.tobytes()), _compress(text))
+
+
+def put_segments(
+    manifest: Manifest,
+    chunk_counts: I64,
+    drafts: Sequence[Draft],
+    *,
+    digests_of: Callable[[I64], bytes],
+    make_key: Callable[[int], str],
+    known: Mapping[bytes, str],
+    put: Callable[[str, Sequence[Buffer]], object],
+) -> Manifest:
+    """Put segments, and return the index, which is the manifest with their shards and their pieces.
+
+    A few are in memory at a time; some threads encode and put one each.
+
+    Args:
+        manifest: Manifest without chunks.
+        chunk_counts: Number of the chunks of each tensor in all segments.
+        drafts: Segments; their tensors and shards are those of the manifest.
+        digests_of: Returns the digests of the pieces with these indices.
+        make_key: Returns the key of the nth segment, as `ShardNames.key`.
+        known: Keys of segments that are there, by digest, as of `segment_keys`: they are named, and not put.
+        put: Puts an object of these buffers under a key.
+    """
     unused = dict(known)  # two segments of equal bytes are two objects
-    shards, pieces, lists = [manifest.shards], [manifest.pieces], list[tuple[I64, I64, I64, I64]]()
-    for nth, chunks in enumerate(groups):
-        part = whole.take(chunks)
-        own_shards, own_tensors = sorted_unique(part.pieces.shard), sorted_unique(part.tensor)
-        owner = np.searchsorted(own_tensors, part.tensor)
-        lists.append((own_shards, own_tensors, *_bound(part, owner, tensors.dimensions[own_tensors])))
-        data = _encode(part, owner, np.searchsorted(own_shards, part.pieces.shard))
+
+    def put_one(nth: int) -> tuple[Shards, Pieces]:
+        draft, decompress = drafts[nth], zstandard.ZstdDecompressor().decompress
+        pieces = np.frombuffer(decompress(draft.pieces), dtype=np.int64).cumsum()
+        digests = binascii.b2a_base64(digests_of(pieces), newline=False)
+        data = seal(b"".join([decompress(draft.document).removesuffix(_END), digests, _END]))
         front, shard, piece = _make_shard(data, number=len(manifest.shards.keys) + nth)
         key = unused.pop(piece.digests, None)
         if key is None:
-            key = make_key(nth)
-            objects[key] = [front, data]
-        shards.append(replace(shard, keys=(key,)))
-        pieces.append(piece)
-    flat = [np.concatenate([listed[column] for listed in lists]) for column in range(4)]
-    counts = [np.array([len(listed[column]) for listed in lists], dtype=np.int64) for column in range(2)]
-    table = SegmentTable(tensors.chunks, counts[0], flat[0], counts[1], *flat[1:])
-    return replace(manifest, shards=Shards.concat(shards), pieces=Pieces.concat(pieces), segments=table), objects
+            put(key := make_key(nth), [front, data])
+        return replace(shard, keys=(key,)), piece
+
+    made = in_parallel(put_one, range(len(drafts)), threads=_SEGMENTS_IN_FLIGHT)
+    counts = [[len(draft.shards) for draft in drafts], [len(draft.tensors) for draft in drafts]]
+    return replace(
+        manifest,
+        shards=Shards.concat([manifest.shards, *(shard for shard, _ in made)]),
+        pieces=Pieces.concat([manifest.pieces, *(piece for _, piece in made)]),
+        segments=SegmentTable(
+            chunks=chunk_counts,
+            shards=np.array(counts[0], dtype=np.int64),
+            shard=concat_arrays([draft.shards for draft in drafts]),
+            tensors=np.array(counts[1], dtype=np.int64),
+            tensor=concat_arrays([draft.tensors for draft in drafts]),
+            offsets=concat_arrays([draft.offsets for draft in drafts]),
+            sizes=concat_arrays([draft.sizes for draft in drafts]),
+        ),
+    )
 
 
-def _group_chunks(manifest: Manifest) -> list[I64]:
-    """Return the chunks of each segment, ascending; [] for a manifest that is small enough.
+def _group_chunks(chunks: Segment, groups: I64) -> list[I64]:
+    """Return the indices of the chunks of each segment, ascending.
 
-    Chunks are taken by top-level key, then by the shard of their first piece. No shard of a key is divided.
+    Chunks are taken by top-level key, then by the shard of their first piece.
     """
-    tensors, count = manifest.tensors, int(manifest.tensors.piece_first[-1])
-    if count <= SEGMENT_PIECES_MAX:
-        return []
-    group = np.repeat(manifest.tensor_groups, tensors.chunks)
+    group = groups[chunks.tensor]
     # A chunk without pieces goes with its neighbor.
-    shard = manifest.pieces.shard[np.minimum(tensors.piece_first[:-1], count - 1)]
+    shard = np.append(chunks.pieces.shard, chunks.pieces.shard.max(initial=0))[chunks.piece_first]
     order = np.lexsort((shard, group))
     is_first = np.concatenate([[True], np.diff(group[order]) != 0])  # of its group
     starts = np.flatnonzero(is_first | np.concatenate([[True], np.diff(shard[order]) != 0]))
-    before = group_offsets(np.maximum(tensors.chunk_pieces[order], 1))[starts]
+    before = group_offsets(np.maximum(chunks.counts[order], 1))[starts]
     # Pieces of the group before each shard.
     before -= np.maximum.accumulate(np.where(is_first[starts], before, 0))
-    is_new = is_first[starts] | (np.diff(before // max(min(_SEGMENT_PIECES, SEGMENT_PIECES_MAX), 1), prepend=0) != 0)
-    return [np.sort(chunks, kind="stable") for chunks in np.split(order, starts[is_new][1:])]  # of few ascending runs
+    is_new = is_first[starts] | (np.diff(before // SEGMENT_PIECES, prepend=0) != 0)
+    return [np.sort(numbers, kind="stable") for numbers in np.split(order, starts[is_new][1:])]  # of few ascending runs
 
 
-def _bound(part: Segment, owner: I64, dimensions: I64) -> tuple[I64, I64]:
+def _bound(part: Segment, owner: I64) -> tuple[I64, I64]:
     """Return the offsets and the sizes of the box around the chunks of each tensor.
 
-    `owner` is the position of each chunk's tensor among those of the part, which have so many dimensions.
+    `owner` is the position of each chunk's tensor among those of the part.
     """
+    dimensions = part.dimensions[np.searchsorted(owner, np.arange(owner[-1] + 1))]
     values = concat_ranges(group_offsets(dimensions)[owner], part.dimensions)
     low = np.full(int(dimensions.sum()), np.iinfo(np.int64).max)
     high = np.zeros_like(low)
-    offsets = part.offsets.astype(np.int64)  # a sum of narrower integers could wrap around
-    np.minimum.at(low, values, offsets)
-    np.maximum.at(high, values, offsets + part.sizes)
+    np.minimum.at(low, values, part.offsets)
+    np.maximum.at(high, values, part.offsets + part.sizes)
     return low, high - low
 
 
 def _encode(part: Segment, owner: I64, shard: I64) -> bytes:
-    """Return the document of a segment, with the positions of its tensors and shards among those of the index."""
+    """Return the document of a segment, with the positions of its tensors and shards among those of the index.
+
+    The digests of the pieces, which come last, are missing.
+    """
     pieces = part.pieces
     document = _Document(
         format=FORMAT,
@@ -208,10 +285,15 @@ def _encode(part: Segment, owner: I64, shard: I64) -> bytes:
             start=encode_column(pieces.start),
             length=encode_column(pieces.length),
             table=encode_column(pieces.table),
-            digests=pieces.digests,
+            digests=b"",
         ),
     )
-    return seal(msgspec.json.encode(document))
+    return msgspec.json.encode(document)
+
+
+def _compress(data: bytes) -> bytes:
+    # A copy: the compressor returns bytes that keep the memory for the worst case.
+    return bytes(memoryview(zstandard.ZstdCompressor().compress(data)))
 
 
 def _make_shard(data: bytes, *, number: int) -> tuple[bytes, Shards, Pieces]:
@@ -337,13 +419,7 @@ def join(manifest: Manifest, found: Sequence[Segment], *, is_whole: bool = False
     joined = joined.take(np.lexsort((joined.number, joined.tensor)))
     if bool(((np.diff(joined.tensor) == 0) & (np.diff(joined.number) == 0)).any()):
         raise _damaged("a chunk is in it twice, or in another one")
-    tensors = replace(
-        manifest.tensors,
-        chunks=np.bincount(joined.tensor, minlength=len(manifest.tensors.names)).astype(np.int64),
-        chunk_offsets=joined.offsets,
-        chunk_sizes=joined.sizes,
-        chunk_pieces=joined.counts,
-    )
+    tensors = joined.within(manifest.tensors)
     if is_whole and bool((tensors.chunks != manifest.chunk_counts).any()):
         raise _damaged("chunks of a tensor are in no segment")
     count = len(joined.pieces.shard)

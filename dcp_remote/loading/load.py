@@ -14,14 +14,15 @@ from torch.distributed.checkpoint._traverse import set_element
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.tracebacks import hides_frames
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
-from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.entry_names import no_match_error
 from dcp_remote.format.manifest import RAW, Manifest
+from dcp_remote.format.segments import find_segments
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.load_options import LoadOptions, Path, Patterns, Rename, rename_path
 from dcp_remote.loading.targets import TensorTarget, make_object_target, make_stream_target
-from dcp_remote.run.lookup import read_manifest
+from dcp_remote.run.lookup import join_segments, read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
 from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
 from dcp_remote.storage import ObjectStore
@@ -84,12 +85,15 @@ def load(
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise InvalidArgumentError("dtype must be a floating-point torch.dtype, such as torch.bfloat16.", dtype=dtype)
     store = Location.of(url, storage_options).store
-    manifest = read_manifest(store, step=step, retry_seconds=timeout_seconds)
+    manifest = read_manifest(store, step=step, retry_seconds=timeout_seconds, whole=False)
     names = list(manifest.names())
-    empty = empty_dicts(manifest.flatten, names)
+    tensors, empty = manifest.tensors, empty_dicts(manifest.flatten, names)
     names += empty
     paths = _choose_paths(manifest, names, options)
     names = list(paths)
+    shapes = {name: tensors.shape_of(tensors.index[name]) for name in names if name in tensors.index}
+    needed = find_segments(manifest, {name: [((0,) * len(shape), shape)] for name, shape in shapes.items()})
+    manifest = join_segments(store, manifest, needed, retry_seconds=timeout_seconds)
     flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
     targets: list[Target] = []
     for name in (name for name in names if name not in empty):
@@ -160,7 +164,10 @@ def _make_tensor_targets(
         return [make_stream_target(manifest, tensor=number, chunk=first, deliver=deliver, allow_pickle=allow_pickle)]
     whole = flat[name] = _allocate(name, wanted, tensors.shape_of(number))
     targets: list[Target] = []
-    for chunk in range(first, first + int(tensors.chunks[number])):
+    chunks = range(first, first + int(tensors.chunks[number]))
+    if sum(math.prod(tensors.sizes_of(chunk)) for chunk in chunks) != whole.numel():
+        raise CorruptCheckpointError("Chunks of a tensor are in no segment. Use another checkpoint.", tensor=name)
+    for chunk in chunks:
         sizes = tensors.sizes_of(chunk)
         if all(sizes):
             part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))

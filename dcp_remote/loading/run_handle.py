@@ -149,7 +149,7 @@ class Run:
 
         At most three GETs; the manifest, in which the metadata lie, can have many megabytes.
         """
-        return dict(read_manifest(self._store, step=step, retry_seconds=self._timeout_seconds).user)
+        return dict(read_manifest(self._store, step=step, retry_seconds=self._timeout_seconds, whole=False).user)
 
     def load(self, step: int | str | None = None, **options: Any) -> dict[str, Any]:
         """Read a checkpoint, or part of it, as `dcp_remote.load` does: tensors on the CPU, in the nesting saved.

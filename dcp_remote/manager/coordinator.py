@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
 from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
@@ -24,6 +25,7 @@ from dcp_remote.saving.rank_differences import NAMED_MAX, Described, describe_sa
 from dcp_remote.saving.rank_report import SentReport
 from dcp_remote.serialization.state_dict import PER_RANK_KEY
 from dcp_remote.storage.counting import CountingStore
+from dcp_remote.storage.retrying import RetryingStore
 
 # Time, and share of the save's time left, for which a commit waits for the deletions of the previous save. Without the
 # wait, a store that deletes more slowly than the job saves would fill up without a bound.
@@ -157,22 +159,34 @@ class Coordinator:
         Raises:
             DcpRemoteError: See `manifest_assembly.assemble_manifest` and `JobSession.commit`.
         """
-        run = begun.run
-        manifest, body, segments = assemble_manifest(
-            planned,
-            reports,
-            url=self._store.url,
-            save_id=begun.save_id,
-            run=run,
-            user=user,
-            segment_names=ShardNames(0, origin(revision=run.revision, step=run.step)),
-            # As of any shard that is reused: the commit asks for the checkpoint that names them.
-            segments_known=self._segments if begun.reused == self._named_by else {},
-        )
-        collective.set_activity("waiting until old checkpoints are deleted")
-        self.background_deletions.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
-        collective.set_activity("committing")
-        collective.begin_commit()
+        run, storing = begun.run, RetryingStore(self._store, collective.deadline)
+        segments: list[str] = []
+
+        def put_segment(key: str, parts: Sequence[Buffer]) -> None:
+            collective.raise_if_cancelled()
+            segments.append(key)
+            storing.put(key, parts)
+
+        try:
+            manifest, body = assemble_manifest(
+                planned,
+                reports,
+                url=self._store.url,
+                save_id=begun.save_id,
+                run=run,
+                user=user,
+                segment_names=ShardNames(0, origin(revision=run.revision, step=run.step)),
+                # As of any shard that is reused: the commit asks for the checkpoint that names them.
+                segments_known=self._segments if begun.reused == self._named_by else {},
+                put=put_segment,
+            )
+            collective.set_activity("waiting until old checkpoints are deleted")
+            self.background_deletions.wait(min(_WAIT_SECONDS, _WAIT_SHARE * collective.deadline.remaining_seconds()))
+            collective.set_activity("committing")
+            collective.begin_commit()
+        except BaseException:
+            self.background_deletions.delete(segments)
+            raise
         put = [*(key for report in reports for key in report.put_keys), *segments]
         replaced: dict[str, Entry] = {}
 
@@ -187,7 +201,6 @@ class Coordinator:
                 body,
                 size_bytes=manifest.total_bytes,
                 deadline=collective.deadline,
-                segments=segments,
                 look=look,
             )
         except BaseException as error:

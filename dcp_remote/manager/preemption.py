@@ -188,26 +188,35 @@ class Agreement:
         with self._lock:
             self._is_waiting_over = True
 
-    def exchange(self, client: Client, *, notice: int, earliest: Moment | None = None) -> None:
+    def exchange(
+        self,
+        client: Client,
+        *,
+        notice: int,
+        earliest: Moment | None = None,
+        find: Callable[[Client, str], bytes] = Client.get,
+    ) -> None:
         """Publish and read what is new; called in the heartbeat's thread, again and again.
 
         `notice` is the round in which this rank was last asked to stop; 0 if it never was. `earliest` is the first
         moment at which the ranks may stop in that round, the next one by default; only one rank may give a moment.
-        Costs one operation as long as no rank is asked.
+        `find` returns the value of a key that all ranks look for. Costs one operation as long as no rank is asked.
         """
         if self.settled.is_set():
-            if not self._is_over() or not (notice > self.round or client.has([self._key("asked", self.round + 1)])):
+            if not self._is_over() or not (notice > self.round or find(client, self._key("asked", self.round + 1))):
                 return
             self.begin_round()
         if not self._is_published:
             if notice >= self.round:
-                client.put(self._key("asked"), b"" if earliest is None else earliest.encode())
-            elif not client.has([self._key("asked")]):
+                client.put(self._key("asked"), (earliest or _BEGINNING).encode())
+                asked = client.get(self._key("asked"))
+            else:
+                asked = find(client, self._key("asked"))
+            if not asked:
                 return
-            asked = client.get(self._key("asked"))
             self.heard.set()
             with self._lock:
-                self._earliest = Moment.decode(asked) if asked else _BEGINNING
+                self._earliest = Moment.decode(asked)
                 if self._own is None:
                     self._own = self._last()
                 own = self._own
@@ -215,8 +224,8 @@ class Agreement:
             self._is_published = True
         if self._rank == 0:
             self._decide(client)
-        if client.has([self._key("step")]):
-            self._settle(client.get(self._key("step")))
+        if decision := find(client, self._key("step")):
+            self._settle(decision)
 
     def give_up(self, client: Client, number: int) -> None:
         """Decide on no step in this round, unless a step is decided already; called in the heartbeat's thread."""
@@ -391,8 +400,9 @@ class Preemption:
     # ---- in the thread of the heartbeat's hooks
 
     def _exchange(self, client: Client) -> None:
-        agreement = self.agreement
-        agreement.exchange(client, notice=self._notice)
+        agreement, heartbeat = self.agreement, self._ranks.heartbeat
+        assert heartbeat is not None, "called by the heartbeat"
+        agreement.exchange(client, notice=self._notice, find=heartbeat.find)
         if agreement.heard.is_set():
             self._begin_notice(agreement.round)
             if not agreement.settled.is_set():
@@ -401,7 +411,7 @@ class Preemption:
     def _watch(self, client: Client) -> None:
         """Give up for all ranks if one that is waited for has closed or fallen silent: no decision can come any more.
 
-        Costs two operations for a thousand ranks that are waited for.
+        Costs the coordinator two operations for a thousand ranks that are waited for, and other ranks none.
         """
         heartbeat, agreement, now = self._ranks.heartbeat, self.agreement, self._clock()
         assert heartbeat is not None, "called by the heartbeat"
@@ -409,7 +419,10 @@ class Preemption:
             self._watched_round, self._gone = agreement.round, ""
             self._monitor = LivenessMonitor(range(self._ranks.world_size), now)
         gone = []
-        for rank, status in heartbeat.read(client, agreement.missing).items():
+        coordinator = heartbeat.last_known(0)  # as of this heartbeat
+        known = {} if coordinator is None else {0: coordinator}
+        waited = heartbeat.read(client, agreement.missing) if self._ranks.is_coordinator else known
+        for rank, status in waited.items():
             self._monitor.record(rank, status, now)
             silent_seconds = self._monitor.silent_seconds(rank, now)
             if status.is_closed:

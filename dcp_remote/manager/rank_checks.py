@@ -25,6 +25,9 @@ _ARRIVAL_SECONDS = 90.0
 # Time to reach the key-value store, and at the end for the other ranks to read the last answer.
 _STORE_SECONDS = 5.0
 
+# Time in which ranks that are all there have met: a tenth of the time for which a save waits for a rank by default.
+_ROUND_SECONDS_MAX = 3.0
+
 # Other ranks to which each connects: with more ranks, every second, third … from its own on. After some failures, each
 # of which may take seconds, no more are tried.
 _OTHERS_MAX = 64
@@ -72,6 +75,11 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
         with collective, listen_on_tcp(host_towards(host), None) as listening:
             addresses = collective.gather(listening.getsockname()[:2], list)
             report["checks"].append({"name": "rank sockets", **check_sockets(rank, addresses)._asdict()})
+            collective.gather(None, len)  # ranks come at different times from their connections
+            began_seconds = time.monotonic()
+            collective.gather(None, len)
+            slow = check_round(time.monotonic() - began_seconds, world_size) if rank == 0 else None
+            report["checks"] += [{"name": "key-value store", **slow._asdict()}] if slow is not None else []
             return collective.gather(report, list)
     except StorageError as error:  # whose advice is for saves
         node = f"rank N is on node N // {os.environ.get('LOCAL_WORLD_SIZE', '1')} of torchrun"
@@ -79,6 +87,20 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
         raise StorageError(f"{error.what.partition('. ')[0].rstrip('.')}. {advice}") from error
     finally:
         group.close(_STORE_SECONDS)
+
+
+def check_round(seconds: float, world_size: int) -> Finding | None:
+    """Warn if the ranks have waited long for each other once, although all were there."""
+    if seconds <= _ROUND_SECONDS_MAX:
+        return None
+    return Finding(
+        "warn",
+        f"{format_count(world_size, 'rank')} waited {seconds:.1f} s for each other once, and at most "
+        f"{_ROUND_SECONDS_MAX:g} s are well",
+        "A save does so three times, a restore five times. Give the process at MASTER_ADDR, rank 0 or its torchrun, a "
+        "core of its own, and a name service that answers at once; or raise arrival_seconds of the manager to ten such "
+        "waits.",
+    )
 
 
 def check_sockets(rank: int, addresses: Sequence[tuple[str, int]]) -> Finding:

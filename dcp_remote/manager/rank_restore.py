@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import random
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from dcp_remote.loading.state_verdict import Verdict
 from dcp_remote.manager.progress import Progress
 from dcp_remote.manager.random_states import RandomStates
 from dcp_remote.manager.reports import NAMES_LISTED_MAX, LoadReport, LoadSeconds
+from dcp_remote.manager.sharing_store import SharingStore
 from dcp_remote.manager.telemetry import Operation
 from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import warn_of_going_back
@@ -317,8 +319,12 @@ class RankRestore:
         """Decode the manifest, which is read if the coordinator did not send it, and once more if it is damaged."""
         data = read[0] if read else chosen.manifest
         if data is None:
-            data = fetch_entry(self.store, chosen.entry, retry_seconds=self._retry_seconds())
+            data = fetch_entry(self._documents, chosen.entry, retry_seconds=self._retry_seconds())
         return decode_entry(self.store, chosen.entry, data, retry_seconds=self._retry_seconds(), whole=False)
+
+    @property
+    def _documents(self) -> SharingStore:
+        return SharingStore(self.store, self.collective.share)
 
     def _retry_seconds(self) -> float:
         """Return the seconds for which one request is retried."""
@@ -350,7 +356,8 @@ class RankRestore:
         planner.set_up_planner(keys.template, metadata, self.ranks.is_coordinator)
         if manifest.segments is not None:
             needed = find_segments(manifest, planner.wanted_boxes())
-            join = partial(join_segments, self.store, manifest, needed, retry_seconds=self._retry_seconds())
+            random.Random(rank).shuffle(needed)  # ranks that share segments begin with different ones
+            join = partial(join_segments, self._documents, manifest, needed, retry_seconds=self._retry_seconds())
             manifest = self.collective.run_in_thread(join)
             planner.metadata = replace(to_dcp_metadata(manifest), storage_meta=metadata.storage_meta)
         plan = planner.create_local_plan()

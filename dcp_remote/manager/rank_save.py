@@ -20,6 +20,7 @@ from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labell
 from dcp_remote.manager.progress import Progress, ProgressSetting, start_progress
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
 from dcp_remote.manager.save_planning import Agreed, RankPlanning, Replicas, Task
+from dcp_remote.manager.sharing_store import SharingStore
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.info import catalog_of
 from dcp_remote.run.job import SaveTicket
@@ -183,6 +184,7 @@ class RankSaver:
         baseline = self._find_baseline(
             agreed.ticket,
             agreed.plan,
+            SharingStore(self._store, collective.share),
             retry_seconds=min(_BASELINE_SECONDS, collective.deadline.remaining_seconds() / 4),
         )
         put: list[int] = []
@@ -216,7 +218,9 @@ class RankSaver:
         progress.add(report.figures.reused_bytes)
         return report
 
-    def _find_baseline(self, ticket: SaveTicket, plan: SavePlan, *, retry_seconds: float) -> Baseline | None:
+    def _find_baseline(
+        self, ticket: SaveTicket, plan: SavePlan, store: SharingStore, *, retry_seconds: float
+    ) -> Baseline | None:
         """Return what this rank wrote or read last of the newest checkpoint, or all of it; None: nothing is reused.
 
         Of a manifest in segments, this rank reads those that may have chunks of its plan.
@@ -227,9 +231,9 @@ class RankSaver:
             return self._last[1]
         save_id, key = ticket.reused
         try:
-            manifest = read_manifest_at(self._store, key, save_id=save_id, retry_seconds=retry_seconds)
+            manifest = read_manifest_at(store, key, save_id=save_id, retry_seconds=retry_seconds)
             needed = find_segments(manifest, planned_boxes(plan))
-            manifest = join_segments(self._store, manifest, needed, retry_seconds=retry_seconds)
+            manifest = join_segments(store, manifest, needed, retry_seconds=retry_seconds)
         except DcpRemoteError as error:
             logger.warning(
                 "%s: all data is uploaded again, because the manifest of the newest checkpoint cannot be read: %s",

@@ -79,7 +79,6 @@ class SaveSchedule:
         self._ranks = ranks
         self._clock = clock
         self._every_seconds = math.inf if policy.every_seconds is None else policy.every_seconds
-        self._lead_seconds = min(_LEAD_HEARTBEATS * ranks.beat_seconds, self._every_seconds)
         # Shared by the threads of training and heartbeat, each value set by one statement.
         self._due_seconds = math.inf
         self._step_seconds: float | None = None
@@ -161,11 +160,14 @@ class SaveSchedule:
 
     def _exchange(self, client: Client) -> None:
         """Propose a step if a save is due soon, and exchange; in the heartbeat's thread."""
-        agreement, is_soon = self.agreement, self._clock() >= self._due_seconds - self._lead_seconds
+        heartbeat, agreement = self._ranks.heartbeat, self.agreement
+        assert heartbeat is not None, "called by the heartbeat"
+        lead_seconds = min(_LEAD_HEARTBEATS * heartbeat.interval_seconds, self._every_seconds)
+        is_soon = self._clock() >= self._due_seconds - lead_seconds
         if self._ranks.is_coordinator and is_soon and agreement.can_begin:
             self._restart()  # a step on which the ranks do not agree is left out
             last = agreement.last
-            steps = 1 if not self._step_seconds else math.ceil(self._lead_seconds / self._step_seconds)
+            steps = 1 if not self._step_seconds else math.ceil(lead_seconds / self._step_seconds)
             self._earliest = Moment(last.restores, last.step + max(1, steps))
             self._proposed_round = agreement.round + agreement.settled.is_set()
-        agreement.exchange(client, notice=self._proposed_round, earliest=self._earliest)
+        agreement.exchange(client, notice=self._proposed_round, earliest=self._earliest, find=heartbeat.find)

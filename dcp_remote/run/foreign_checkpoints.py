@@ -50,12 +50,9 @@ class _Kind:
 def describe_foreign(store: ObjectStore, *, retry_seconds: float = _RETRY_SECONDS) -> str | None:
     """Describe what lies at a URL without catalog and manifest, and what to do; None if nothing was recognized.
 
-    Costs a LIST of one page, retried for so many seconds. Without permission to list, after a failure, and on a store
-    that cannot list a page (file systems of fsspec that are only read) the result is None. A bucket that does not
-    exist is raised.
+    Costs a LIST of one page, retried for so many seconds. Without permission to list, and after a failure, the result
+    is None. A bucket that does not exist is raised.
     """
-    if store.capabilities.write_refusal:
-        return None  # such a store lists everything below the URL, in any number of requests
     try:
         listing = RetryingStore(store, Deadline(retry_seconds)).list()
         return describe_keys([info.key for info in itertools.islice(listing, _KEYS_MAX)], store.url)

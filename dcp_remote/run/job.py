@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import SupportsFloat
 
-from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.provenance import describe_process
 from dcp_remote.errors import CheckpointExistsError, FencedError, InvalidArgumentError, SaveTimeoutError
@@ -37,7 +35,7 @@ from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.lookup import require_no_checkpoint_by_itself, require_not_lost, wrong_step
 from dcp_remote.storage.base import ObjectStore
-from dcp_remote.storage.retrying import RetryingStore, put_all
+from dcp_remote.storage.retrying import RetryingStore
 
 logger = logging.getLogger(__name__)
 
@@ -319,15 +317,14 @@ class JobSession:
         *,
         size_bytes: int,
         deadline: Deadline,
-        segments: Mapping[str, Sequence[Buffer]] = MappingProxyType({}),
         look: Callable[[Catalog], object] = lambda _: None,
     ) -> tuple[Catalog, Entry]:
-        """Put the segments of the manifest, then the manifest, and swap the catalog; then the checkpoint exists.
+        """Put the manifest, whose segments are there, and swap the catalog; then the checkpoint exists.
 
-        Costs two PUTs and a GET, and a PUT for each segment. After a crash at any moment the catalog is the old or the
-        new one, and objects that no live checkpoint names are orphans. `body` is the manifest, sealed, with
-        `begun.save_id` and `begun.run`; `segments` are its segments that are not there yet, by key; `look` is called
-        with each catalog that the commit was decided on. Returns the catalog with the checkpoint, and its entry.
+        Costs two PUTs and a GET. After a crash at any moment the catalog is the old or the new one, and objects that no
+        live checkpoint names are orphans. `body` is the manifest, sealed, with `begun.save_id` and `begun.run`; `look`
+        is called with each catalog that the commit was decided on. Returns the catalog with the checkpoint, and its
+        entry.
 
         Nothing is committed after `FencedError`; `BeginAgainError` (orphans were removed since this save began, or a
         reused checkpoint is gone); `CommitConflictError` (another save of this step was committed meanwhile, or the
@@ -335,9 +332,8 @@ class JobSession:
         It is not known after `CommitUnknownError`.
         """
         run = begun.run
-        # No other save writes these keys, and none reads them before the swap, so that the PUTs can be repeated.
-        put_all(self._store, segments, deadline)
-        put_all(self._store, {begun.manifest: [body]}, deadline)
+        # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
+        RetryingStore(self._store, deadline).put(begun.manifest, [body])
         # After the deadline the caller has given up, and must not find a checkpoint committed later.
         self._require_time(deadline)
         entry = Entry(

@@ -90,9 +90,15 @@ def read_stored(store: ObjectStore) -> Stored:
 
 
 def read_manifest(
-    store: ObjectStore, *, step: int | str | None = None, retry_seconds: float = RANGE_RETRY_SECONDS
+    store: ObjectStore,
+    *,
+    step: int | str | None = None,
+    retry_seconds: float = RANGE_RETRY_SECONDS,
+    whole: bool = True,
 ) -> Manifest:
-    """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given), and one per segment.
+    """Read and check a checkpoint's manifest; one GET, for a run three (two if a step is given).
+
+    If the manifest is to be `whole`, its segments are read as well, if it has any: one GET each.
 
     `step` is the step or name of a checkpoint of a run; None and `NEWEST_WORDS` are a checkpoint by itself, or the
     newest of a run. From a cloud, manifest.json, the catalog and the manifest that the process read last are asked for
@@ -118,12 +124,13 @@ def read_manifest(
                 stored = None
             if stored is not None and stored.manifest is not None:
                 note_last(store, None)
-                return join_segments(store, stored.manifest, retry_seconds=retry_seconds)
+                manifest = stored.manifest
+                return join_segments(store, manifest, retry_seconds=retry_seconds) if whole else manifest
         catalog = read_early()
         if catalog is not None:
             entry = find_entry(catalog, step, url=store.url)
             data = expected.fetch(entry, retry_seconds=retry_seconds)
-            return decode_entry(store, entry, data, retry_seconds=retry_seconds)
+            return decode_entry(store, entry, data, retry_seconds=retry_seconds, whole=whole)
     if step is not None:
         raise no_run(reading, step)
     if stored is None:

@@ -14,7 +14,7 @@ import itertools
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 import zstandard
@@ -30,15 +30,20 @@ from dcp_remote.common.arrays import (
     sorted_unique,
 )
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format.document import DOCUMENT_BYTES_MAX
 from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.manifest import TensorKind, Tensors
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
-from dcp_remote.saving.manifest_assembly import Planned
+from dcp_remote.saving.manifest_assembly import Planned, PlannedTensors
 from dcp_remote.saving.rank_differences import NAMED_MAX, ObjectDifference, describe_tensor, make_difference_error
 
 # Roles of items. Replicas hold equal values. Of buffers and of values, which are objects and numbers, ranks may hold
 # different values, and the lowest rank's is saved.
 REPLICA, BUFFER, VALUE = range(3)
+
+# Tables that are compared at a time, and items for each step of that, from which on it pays.
+_ALIKE_AT_ONCE = 512
+_ALIKE_MIN = 16
 
 Flatten: TypeAlias = Mapping[str, tuple[str | int, ...]]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -61,6 +66,23 @@ class PlanTable:
     sizes: Integers  # sizes of the chunks, one after another
     kinds: tuple[tuple[TensorKind, int], ...]  # distinct kinds, each with its bytes per element
     value_digests: NDArray[np.uint32]  # digest of each value; 0 for one that is not compared. Empty if none is
+
+    def take(self, items: I64) -> PlanTable:
+        """Return the table of these items, among which are all values."""
+        if len(items) == len(self.kind):
+            return self
+        dimensions = self.dimensions[items]
+        values = concat_ranges(group_offsets(self.dimensions)[items], dimensions)
+        return replace(
+            self,
+            is_object=self.is_object[items],
+            role=self.role[items],
+            kind=self.kind[items],
+            dimensions=dimensions,
+            shapes=self.shapes[values],
+            offsets=self.offsets[values],
+            sizes=self.sizes[values],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +136,19 @@ def arrange(
 
     Refuses chunks that do not make up their tensor, and names under which ranks save different things.
     """
-    items = _Items.of(tables)
-    require_held(items.flatten, items.names)
+    names = _Names.of(tables)
+    _require_room(names)
+    require_held(names.flatten, names.numbers)
+    items = _Items.of(tables, names, _find_alike(tables, names))
     _require_one_meaning(items)
-    size_bytes, leaders = items.size_bytes(), items.leaders()
-    is_alone = np.bincount(leaders, minlength=len(leaders))[leaders] == 1
+    leaders, is_alone = items.leaders()
+    if not is_alone.all() and len(items.like) > len(sorted_unique(items.like)):
+        # Replicas are dealt out one by one.
+        has_replicas = np.zeros(len(items.like), dtype=np.bool_)
+        has_replicas[items.name[~is_alone]] = True
+        items = _Items.of(tables, names, np.where(has_replicas[items.like], np.arange(len(items.like)), items.like))
+        leaders, is_alone = items.leaders()
+    size_bytes = items.size_bytes()
     groups = list(_group_replicas(leaders, np.flatnonzero(~is_alone), size_bytes))
     roles = _roles_of_groups(items, leaders)
     sets, set_of_item = _group_by_holders(items, groups, roles, compared)
@@ -126,14 +156,15 @@ def arrange(
     writes = _choose_writers(items, groups, size_bytes, is_alone, of_lowest_rank)
     planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
     shares = []
-    for start, stop in itertools.pairwise(items.rank_first.tolist()):
-        own = np.flatnonzero(writes[start:stop])
+    for table, start in zip(tables, items.rank_first.tolist(), strict=False):
+        places = start + items.places[table.packed_names]
+        own = np.flatnonzero(writes[places])
         shares.append(
             Share(
                 shrink_integers(own),
-                shrink_integers(hints[start:stop][own]),
+                shrink_integers(hints[places][own]),
                 has_sets=bool(sets),
-                compared=shrink_integers(set_of_item[start:stop] if sets else set_of_item[:0]),
+                compared=shrink_integers(set_of_item[places] if sets else set_of_item[:0]),
             )
         )
     return Arrangement(shares, planned, _find_differing_objects(items, writes), sets)
@@ -153,11 +184,76 @@ def require_held(flatten: Flatten | None, entries: Collection[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of the items of all ranks."""
+
+    numbers: dict[str, int]  # in the order in which they first appear
+    flatten: Flatten
+    of_table: dict[bytes, I64]  # number of the name of each item, by the packed names of a table
+
+    @classmethod
+    def of(cls, tables: Sequence[PlanTable]) -> Self:
+        """Merge the names of all ranks."""
+        numbers: dict[str, int] = {}
+        merged: dict[str, tuple[str | int, ...]] = {}
+        # Paths of names for which the rank itself has no item: a rank that has the item takes precedence.
+        others: dict[str, tuple[str | int, ...]] = {}
+        seen: dict[bytes, I64] = {}
+        for packed in dict.fromkeys(table.packed_names for table in tables):
+            names, flatten = pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
+            seen[packed] = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+            own = frozenset(names)
+            for name, path in flatten.items():
+                (merged if name in own else others).setdefault(name, path)
+        return cls(numbers, others | merged, seen)
+
+
+def _find_alike(tables: Sequence[PlanTable], names: _Names) -> I64:
+    """Return, for each name, the first name of which all ranks hold the same chunks, in the same order.
+
+    Of FSDP's thousands of tensors, few are cut differently. Tables that differ in offsets and sizes alone are compared
+    together; nothing is compared if that would take a step for more than a few of the items. Buffers and values are
+    alike to no other.
+    """
+    forms: dict[tuple[object, ...], list[PlanTable]] = {}
+    for table in tables:
+        columns = (table.is_object, table.role, table.kind, table.dimensions)
+        form = table.packed_names, table.kinds, *(column.tobytes() for column in columns)
+        forms.setdefault(form, []).append(table)
+    steps = sum((len(alike) // _ALIKE_AT_ONCE + 1) * len(alike[0].kind) for alike in forms.values())
+    if steps * _ALIKE_MIN > sum(len(table.kind) for table in tables):
+        return np.arange(len(names.numbers))
+    fresh = itertools.count(1)
+    # Equal for names of which all tables so far have the same items.
+    marks = [0] * len(names.numbers)
+    for alike in forms.values():
+        own, kind = names.of_table[alike[0].packed_names].tolist(), alike[0].kind.tolist()
+        roles = alike[0].role.tolist()
+        firsts = group_offsets(alike[0].dimensions).tolist()
+        for begin in range(0, len(alike), _ALIKE_AT_ONCE):
+            some = alike[begin : begin + _ALIKE_AT_ONCE]
+            stacks = (
+                [table.shapes for table in some],
+                [table.offsets for table in some],
+                [table.sizes for table in some],
+            )
+            values = [np.ascontiguousarray(np.stack(stack).T) for stack in stacks]
+            seen: dict[object, int] = {}
+            for number, role, kind_of, (first, stop) in zip(own, roles, kind, itertools.pairwise(firsts), strict=True):
+                key = marks[number], kind_of, *(column[first:stop].tobytes() for column in values)
+                marks[number] = seen.setdefault(key if role == REPLICA else number, next(fresh))
+    first_of: dict[int, int] = {}
+    return np.array([first_of.setdefault(mark, number) for number, mark in enumerate(marks)], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class _Items:
-    """Items of all ranks, one rank after another."""
+    """Items of all ranks, one rank after another; of names that are alike, those of the first one."""
 
     names: list[str]  # in the order in which they first appear
     flatten: Flatten
+    like: I64  # number, for each name, of the first one that is alike
+    places: dict[bytes, I64]  # index of each item of a table, or the one that is alike, among those here
     kinds: list[tuple[TensorKind, int]]
     rank_first: I64
     rank: I64
@@ -173,21 +269,11 @@ class _Items:
     value_digests: I64  # digest of each item; 0 for those that are no values
 
     @staticmethod
-    def of(tables: Sequence[PlanTable]) -> _Items:
-        """Merge the tables of all ranks."""
-        numbers: dict[str, int] = {}
-        merged: dict[str, tuple[str | int, ...]] = {}
-        # Paths of names for which the rank itself has no item: a rank that has the item takes precedence.
-        others: dict[str, tuple[str | int, ...]] = {}
-        seen: dict[bytes, I64] = {}
-        for packed in (table.packed_names for table in tables):
-            if packed in seen:
-                continue
-            names, flatten = pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
-            seen[packed] = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
-            own = frozenset(names)
-            for name, path in flatten.items():
-                (merged if name in own else others).setdefault(name, path)
+    def of(tables: Sequence[PlanTable], names: _Names, like: I64) -> _Items:
+        """Merge the tables of all ranks; `like` as of `_find_alike`."""
+        kept = {packed: np.flatnonzero(like[own] == own) for packed, own in names.of_table.items()}
+        places = {packed: _find_places(own, like[own], kept[packed]) for packed, own in names.of_table.items()}
+        tables = [table.take(kept[table.packed_names]) for table in tables]
         kinds: dict[tuple[TensorKind, int], int] = {}
         kind = [
             np.array([kinds.setdefault(entry, len(kinds)) for entry in table.kinds] or [0], dtype=np.int64)[table.kind]
@@ -200,12 +286,14 @@ class _Items:
         if all(len(table.value_digests) == np.count_nonzero(table.role == VALUE) for table in tables):
             value_digests[role == VALUE] = concat_arrays([table.value_digests for table in tables])
         return _Items(
-            names=list(numbers),
-            flatten=others | merged,
+            names=list(names.numbers),
+            flatten=names.flatten,
+            like=like,
+            places=places,
             kinds=list(kinds),
             rank_first=group_offsets(counts),
             rank=np.repeat(np.arange(len(tables), dtype=np.int64), counts),
-            name=concat_arrays([seen[table.packed_names] for table in tables]),
+            name=concat_arrays([names.of_table[table.packed_names][kept[table.packed_names]] for table in tables]),
             is_object=np.concatenate([table.is_object for table in tables]),
             role=role,
             kind=concat_arrays(kind),
@@ -241,16 +329,16 @@ class _Items:
         return self.names[self.name[number]], self.box(self.offsets, number)
 
     def size_bytes(self) -> I64:
-        """Return the bytes of each item; 1 for an object, whose size is unknown."""
+        """Return the bytes of each item and those that are alike; 1 for an object, whose size is unknown."""
         result = np.ones(len(self.kind), dtype=np.int64)
         item_bytes = np.array([size for _, size in self.kinds] or [1], dtype=np.int64)
         for dimensions, numbers in self.by_dimensions():
             volumes = self.rows(self.sizes, numbers, dimensions).prod(axis=1, dtype=np.int64)
             result[numbers] = volumes * item_bytes[self.kind[numbers]]
-        return np.where(self.is_object, 1, result)
+        return np.where(self.is_object, 1, result) * np.bincount(self.like, minlength=len(self.like))[self.name]
 
-    def leaders(self) -> I64:
-        """Return, for each item, the index of the first item with the same key.
+    def leaders(self) -> tuple[I64, Bools]:
+        """Return, for each item, the index of the first item with the same key, and whether no other item has the key.
 
         A chunk without elements is never the same as a chunk with elements.
         """
@@ -262,7 +350,20 @@ class _Items:
             keys, ordered = keys[order], numbers[order]
             is_new = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
             result[ordered] = ordered[is_new][np.cumsum(is_new) - 1]
-        return result
+        return result, np.bincount(result, minlength=len(result))[result] == 1
+
+
+def _find_places(names: I64, like: I64, kept: I64) -> I64:
+    """Return, for each item of a table, the position among the kept items of the one that is alike.
+
+    `names` and `like` are the number of the name of each item, and of the one that is alike. A name may have several
+    items.
+    """
+    order, kept_order = np.argsort(names, kind="stable"), np.argsort(names[kept], kind="stable")
+    nth = np.empty(len(names), dtype=np.int64)  # among the items of the name
+    nth[order] = np.arange(len(names)) - np.searchsorted(names[order], names[order])
+    places: I64 = kept_order[np.searchsorted(names[kept][kept_order], like) + nth]
+    return places
 
 
 def _roles_of_groups(items: _Items, leaders: I64) -> NDArray[np.uint8]:
@@ -341,15 +442,39 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
         chunk_pieces=np.zeros(len(chunks), dtype=np.int64),
     )
     _require_tiled(tensors)
+    layout = np.full(len(items.names), -1, dtype=np.int64)
+    layout[items.name[leads]] = np.arange(len(leads))
+    layout = layout[items.like]
+    own = np.flatnonzero(layout >= 0)
+    layout = layout[own]
     # Kept from save to save.
-    tensors = replace(
-        tensors,
+    planned = PlannedTensors(
+        names=tuple(items.names[number] for number in own.tolist()),
+        kinds=tensors.kinds,
+        kind=tensors.kind[layout],
+        dimensions=tensors.dimensions[layout],
+        shape=tensors.shape[concat_ranges(tensors.shape_first[layout], tensors.dimensions[layout])],
+        chunks=counts[layout],
         chunk_offsets=shrink_integers(tensors.chunk_offsets),
         chunk_sizes=shrink_integers(tensors.chunk_sizes),
-        chunk_pieces=tensors.chunk_pieces.astype(np.uint8),
+        chunk_pieces=np.zeros(0, dtype=np.int64),
+        layout_first=tensors.value_first[layout],
     )
     positions = {items.names[number]: number for number in items.name[objects].tolist()}
-    return Planned(tensors, positions=positions, flatten=items.flatten), hints
+    return Planned(planned, positions=positions, flatten=items.flatten), hints
+
+
+def _require_room(names: _Names) -> None:
+    """Refuse names that take more than a manifest may have: it has each twice, once of them with its path."""
+    bytes_min = sum(map(len, itertools.chain(names.numbers, names.flatten)))
+    if bytes_min > DOCUMENT_BYTES_MAX:
+        raise InvalidArgumentError(
+            "The names of tensors and objects take more than a manifest may have; nothing was uploaded. Join small "
+            "tensors into larger ones, or save parts of the state into runs of their own.",
+            names=len(names.numbers),
+            bytes_min=bytes_min,
+            limit_bytes=DOCUMENT_BYTES_MAX,
+        )
 
 
 def _require_one_meaning(items: _Items) -> None:
@@ -383,7 +508,7 @@ def _require_one_meaning(items: _Items) -> None:
         ranks = differing.setdefault(items.names[int(items.name[number])], {}).setdefault(text, [])
         if (rank := int(items.rank[number])) not in ranks[-1:]:  # several chunks of one tensor
             ranks.append(rank)
-    raise make_difference_error(differing, names=int(np.count_nonzero(wrong)))
+    raise make_difference_error(differing, names=int(np.count_nonzero(wrong[items.like])))
 
 
 def _find_differing_objects(items: _Items, writes: Bools) -> tuple[ObjectDifference, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 import zstandard
 
 from dcp_remote.common.arrays import I64, concat_arrays, group_offsets
+from dcp_remote.common.digests import digest
 from dcp_remote.format.manifest import Pieces, Shards, StoredObject
 
 # Higher levels gain little on names of layers and on columns of constant steps.
@@ -144,9 +145,9 @@ class SentReport(NamedTuple):
         return self.keys[: self.put]
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """Contents of the report beside names of shards, digests and values."""
-        return self.tensors, self.numbers, self.stored, tuple(self.inline)
+    def layout(self) -> bytes:
+        """Digest of the report without names of shards, digests and values; 16 bytes."""
+        return digest(msgspec.msgpack.encode((self.tensors, self.numbers, self.stored, tuple(self.inline))))
 
     def unpack_tensors(self) -> list[tuple[str, str, str]]:
         """Return name, dtype and encoding of each tensor of which the rank wrote chunks."""
@@ -165,6 +166,11 @@ class JoinedNumbers:
     shard_first: I64
     chunk_first: I64
     piece_first: I64
+
+    def take(self, pieces: I64) -> Pieces:
+        """Return the pieces at these indices, without digests."""
+        shard, start, length, table = self.pieces[:, pieces]
+        return Pieces(shard, start, length, table, digests=b"")
 
 
 def join_numbers(reports: Sequence[SentReport]) -> JoinedNumbers:

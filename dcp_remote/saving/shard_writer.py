@@ -36,9 +36,10 @@ from dcp_remote.serialization.objects import EncodedObject, encode_object, encod
 from dcp_remote.serialization.opaque import imitation_error
 from dcp_remote.serialization.refused_values import name_all_refused
 from dcp_remote.serialization.tensors import dtype_name
+from dcp_remote.storage.limits import count_processes
 
-# Objects up to this size are stored in the manifest, where they cost no request and a person can read them. Their total
-# is bounded, because every rank reads the manifest.
+# Objects up to this size are stored in the manifest, where they cost no request and a person can read them. The total
+# of rank 0, and that of all other ranks together, is bounded, because every rank reads the manifest.
 INLINE_BYTES_MAX = 16 * KiB
 INLINE_TOTAL_BYTES_MAX = 8 * MiB
 
@@ -66,7 +67,8 @@ def write_shards(
     `origin` is the prefix of the shards' names. `base` must be of the run that is saved into, and the commit must
     require that a live checkpoint still names every shard of `RankReport.reused_keys`.
     """
-    inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle)
+    inline_max = INLINE_TOTAL_BYTES_MAX // (count_processes() if uploads.rank else 1)
+    inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle, total_bytes_max=inline_max)
     items = WriteItems(plan, planner, allow_pickle, stored)
     reuse = items.compare(base, partial(uploads.claim, 0)) if base is not None else Reuse()
     is_state = _resolves_to_state(planner)
@@ -115,7 +117,7 @@ def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:
 
 
 def _encode_objects(
-    plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool
+    plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool, total_bytes_max: int
 ) -> tuple[dict[str, bytes], dict[str, EncodedObject]]:
     """Return the JSON of objects for the manifest, and the objects that are stored in shards; both by name."""
     inline: dict[str, bytes] = {}
@@ -130,7 +132,7 @@ def _encode_objects(
         except UnsafeObjectError as error:
             values = planner.state_dict if _resolves_to_state(planner) and not allow_pickle else {}
             raise name_all_refused(error, values) from error.__cause__
-        small = len(encoded.data) <= INLINE_BYTES_MAX and total_bytes + len(encoded.data) <= INLINE_TOTAL_BYTES_MAX
+        small = len(encoded.data) <= INLINE_BYTES_MAX and total_bytes + len(encoded.data) <= total_bytes_max
         if encoded.encoding == JSON and small:
             inline[name] = encoded.data
             total_bytes += len(encoded.data)

@@ -70,13 +70,11 @@ class Capabilities:
             checkpoints that are never replaced; runs, `overwrite=True` and gc are refused.
         shared: True if other processes of this job, on any host, see the same objects.
         swap_refusal: Reason why `compare_and_swap` is False, for error messages; empty otherwise.
-        write_refusal: Reason why the store is read-only, for error messages; empty if the store can be written.
     """
 
     compare_and_swap: bool
     shared: bool
     swap_refusal: str = ""
-    write_refusal: str = ""
 
 
 @runtime_checkable
@@ -142,8 +140,7 @@ class ObjectStore(Protocol):
         Raises:
             ConditionFailedError: The key is not in the state that `condition` names. If an earlier answer was lost, an
                 earlier attempt of this same put may be the reason.
-            InvalidArgumentError: `condition` is a `Version`, and the store cannot compare and swap; or the store is
-                read-only.
+            InvalidArgumentError: `condition` is a `Version`, and the store cannot compare and swap.
         """
         ...
 
@@ -160,9 +157,6 @@ class ObjectStore(Protocol):
 
         Returns:
             Errors of the keys that could not be deleted, by key.
-
-        Raises:
-            InvalidArgumentError: The store is read-only.
         """
         ...
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import ConditionFailedError, InvalidArgumentError, StorageError
+from dcp_remote.errors import ConditionFailedError, StorageError
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.retrying import RetryingStore
@@ -52,9 +52,7 @@ def require_conditional_writes(
     swaps: bool,
     clean_up: Callable[[Callable[[], None]], object] = lambda delete: delete(),
 ) -> None:
-    """Refuse a read-only store, and a server that carries out a put although its condition fails.
-
-    Called before the first conditional put.
+    """Refuse a server that carries out a put although its condition fails; called before the first conditional put.
 
     Costs nothing if the server is known to be correct, or was probed before by this process. Otherwise it costs two
     PUTs and a DELETE, and one more PUT with `swaps`. Without permission to delete, or if this process is killed, one
@@ -64,11 +62,8 @@ def require_conditional_writes(
     `clean_up` is given the DELETE of a probe that has passed, to send it when it likes: within five seconds.
 
     Raises:
-        InvalidArgumentError: The store is read-only; no request was sent.
         StorageError: The server ignores a condition, refused a request, or did not answer by the deadline.
     """
-    if store.capabilities.write_refusal:
-        raise InvalidArgumentError(store.capabilities.write_refusal, url=store.url)
     unproven = getattr(store, "find_unproven_server", None)  # not in the contract, so a user's own store is trusted
     server = unproven() if callable(unproven) else None
     wanted = ("If-None-Match", "If-Match") if swaps else ("If-None-Match",)

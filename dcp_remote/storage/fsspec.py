@@ -1,37 +1,41 @@
-"""Stores on fsspec file systems: s3fs and local ones to save and load, any other to load.
+"""Store on s3fs's `S3FileSystem`: each verb is one request of its S3 client. s3fs is slower than `s3://` URLs.
 
-fsspec's own way to create a file, `pipe_file(mode="create")`, checks and then writes on most file systems, so that two
-savers may both succeed. So s3fs sends S3's own requests (`fsspec_s3`), a local folder is served by `LocalStore`, and
-every other file system is read-only. s3fs runs in one thread, in Python, and is slower than `s3://` URLs.
+fsspec's own way to create a file, `pipe_file(mode="create")`, uploads large files in parts, does not return the version
+and is repeated by s3fs; and directory listings may come from a cache. So each request is a call of botocore's client,
+from a file system that is made of the arguments of the user's. What an answer means is decided by `cloud/errors.py`.
+
+Other file systems of fsspec are refused: their `pipe_file(mode="create")` checks and then writes, so that two savers
+may both succeed.
 """
 
 from __future__ import annotations
 
+import bisect
+import io
+import itertools
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from datetime import datetime
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, HTTPClientError, NoCredentialsError, ResponseStreamingError
 from fsspec import AbstractFileSystem
-from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 
 from dcp_remote.common.arrays import Buffer
-from dcp_remote.common.deadline import Deadline
-from dcp_remote.common.helper_thread import HelperThread
 from dcp_remote.errors import (
+    BucketNotFoundError,
     DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
-    PermissionDeniedError,
     StorageError,
-    TransientStorageError,
 )
 from dcp_remote.storage.base import (
     Capabilities,
@@ -43,31 +47,60 @@ from dcp_remote.storage.base import (
     Version,
     check_listing,
     make_oversize_error,
+    make_short_error,
+    quote_etag,
 )
+from dcp_remote.storage.cloud.clients import refuse_after_fork
 from dcp_remote.storage.cloud.errors import (
-    WHAT,
-    ErrorClass,
-    classify_answer,
-    classify_error,
+    NO_SUCH_BUCKET_CODE,
+    SENT_ELSEWHERE,
+    CloudError,
     describe_cause,
     get_safe_cause,
+    make_answer_error,
+    make_s3_bucket_error,
+    translate,
 )
 from dcp_remote.storage.cloud.options import check_endpoint
-from dcp_remote.storage.cloud.redaction import redact
-from dcp_remote.storage.fsspec_s3 import fill, find_secrets, open_s3fs_store, request_seconds, status_of
+from dcp_remote.storage.cloud.s3 import S3
+from dcp_remote.storage.cloud.timeouts import Timeouts
+from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.local import LocalStore
-from dcp_remote.storage.request_context import writes_nothing
-from dcp_remote.storage.url import check_key, check_list_prefix, parse_url
+from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
+from dcp_remote.storage.url import ParsedUrl, check_list_prefix, parse_url
 
 _Answer = TypeVar("_Answer")
 
-_ACCEPTED = "any file system of fsspec; to save, s3fs.S3FileSystem, LocalFileSystem, or a DirFileSystem around them"
+# Answer of S3 to one request, as parsed by botocore.
+_Parsed: TypeAlias = dict[str, Any]
 
-# File systems that answer from a cache, which misses the commits of other jobs.
-_CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
+# Sends one request by a method of botocore's client, and its parameters.
+_Call: TypeAlias = Callable[..., Awaitable[_Parsed]]
 
-# Names under which file systems give the time of the last write; a file system without any has the time 0.
-_TIME_NAMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+# Most keys of S3 in one DeleteObjects request, and in one page of a listing.
+_KEYS_MAX = 1000
+
+# Key that no object has, so that a GET shows whether the bucket exists.
+_PROBE_KEY = "dcp-remote-probe"
+
+# Bytes per read of a body, so that a body that is longer than expected is not read to its end.
+_READ_BYTES = 1024 * 1024
+
+# Limit for asking botocore for the credentials that it found, in order to hide them in an error; most are cached.
+_SECRETS_SECONDS = 5.0
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+# Arguments of s3fs that concern the event loop and caches of the caller, which the store does not use.
+_ARGUMENTS_OF_THE_CALLER = ("asynchronous", "loop", "skip_instance_cache")
+
+# Names of a file system's arguments whose values are hidden in errors.
+_SECRET_NAME = re.compile(r"(?i)key|secret|token|passw|passphrase|credential|auth|header|cookie|sas|connection_string")
+
+_NO_CREDENTIALS = (
+    "No credentials were found, and nothing was sent: give the file system `key` and `secret`, or `profile`, or put "
+    "them into the environment; `anon=True` reads public buckets without."
+)
 
 
 def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[str]) -> ObjectStore:
@@ -75,37 +108,32 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
 
         RemoteWriter(open_fsspec_store(s3fs.S3FileSystem(endpoint_url=..., key=..., secret=...), "bucket/prefix"))
 
-    Checkpoints are saved to and loaded from `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and
-    `s3_additional_kwargs`), fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file
-    systems), and `DirFileSystem` around either. Every other file system is read-only, also a subclass of these. If a
-    store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise `config_kwargs={"read_timeout": ...}`.
+    The file system is an `s3fs.S3FileSystem` (with its credentials, endpoint, `config_kwargs` and
+    `s3_additional_kwargs`), or fsspec's `LocalFileSystem` (served by `LocalStore`, with its rules for network file
+    systems). If a store needs longer than s3fs's 15 seconds to answer a PUT of a shard, raise
+    `config_kwargs={"read_timeout": ...}`.
 
     Args:
         filesystem: File system. Of an `S3FileSystem` the arguments are used, not the connections or caches.
         path: Path with or without the file system's protocol; for S3 an existing bucket, and a prefix.
 
     Raises:
-        InvalidArgumentError: The file system caches or is asynchronous, the path is invalid, or the URL of the endpoint
-            or the path contains a user, a password or a query.
+        InvalidArgumentError: The file system is another one, also of a subclass; the path is invalid; or the URL of the
+            endpoint or the path contains a user, a password or a query.
     """
-    path = os.fspath(path)
-    if not isinstance(filesystem, AbstractFileSystem):
-        given = type(filesystem).__name__
-        raise InvalidArgumentError("This is no file system of fsspec.", type=given, accepted=_ACCEPTED)
-    while type(filesystem) is DirFileSystem:
-        path = path.removesuffix("/")
-        if path:
-            check_key(path)  # `..` would leave the folder
-        path = "/".join(part for part in (filesystem.path, path) if part)
-        filesystem = filesystem.fs
-    # Private, but the one way to a path without its protocol, which every file system implements.
-    bare = filesystem._strip_protocol(path)
     s3fs = sys.modules.get("s3fs")  # imported already, if the file system is one of s3fs
     is_s3 = s3fs is not None and type(filesystem) is s3fs.S3FileSystem
     if not is_s3 and type(filesystem) is not LocalFileSystem:
-        return _open_to_read(filesystem, bare)
+        raise InvalidArgumentError(
+            "Checkpoints cannot be saved to this file system: fsspec has no conditional PUT. Pass an s3://, gs://, "
+            "az:// or file:// URL in its place, or s3fs's own S3FileSystem and the whole path.",
+            filesystem=type(filesystem).__qualname__,
+        )
+    path = os.fspath(path)
     if not path:
-        raise InvalidArgumentError("The path is empty.", accepted=_ACCEPTED)
+        raise InvalidArgumentError("The path is empty. Pass bucket/prefix, or the path of a folder.")
+    # Private, but the one way to a path without its protocol, which every file system implements.
+    bare = filesystem._strip_protocol(path)
     if not is_s3:
         return LocalStore(bare)
     bare = bare.lstrip("/")
@@ -115,206 +143,396 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
     endpoint_url = filesystem.endpoint_url or filesystem.client_kwargs.get("endpoint_url")
     if endpoint_url is not None:
         check_endpoint(endpoint_url, named="The endpoint_url of the file system")
-    return open_s3fs_store(parsed, filesystem.storage_args, filesystem.storage_options)
+    return _open_s3fs_store(parsed, filesystem.storage_args, filesystem.storage_options)
 
 
-def _open_to_read(filesystem: AbstractFileSystem, path: str) -> ReadOnlyFsspecStore:
-    protocol = _protocol_of(filesystem)
-    if protocol in _CACHES:
-        raise InvalidArgumentError(
-            "This file system answers from a cache, which misses the commits of other jobs: pass the file system that "
-            "it wraps.",
-            filesystem=type(filesystem).__qualname__,
-            accepted=_ACCEPTED,
-        )
-    if getattr(filesystem, "asynchronous", False):
-        raise InvalidArgumentError(
-            "This file system is for coroutines: create it without asynchronous=True.", accepted=_ACCEPTED
-        )
-    # The path of `http` is a URL, to which keys are appended; that of any other file system has no scheme.
-    url = urlsplit(path) if protocol in ("http", "https") else None
-    if any((url.username, url.password, url.query, url.fragment)) if url else redact(path, ()) != path:
-        raise InvalidArgumentError(
-            "The path contains a user, a password, a query or a fragment: pass credentials to the file system."
-        )
-    # Only file systems with fsspec's event loop are safe in threads, so the others get one call at a time.
-    return ReadOnlyFsspecStore(filesystem, path, nullcontext() if filesystem.async_impl else threading.Lock())
+def _open_s3fs_store(parsed: ParsedUrl, arguments: Sequence[object], options: Mapping[str, object]) -> FsspecStore:
+    """Open a bucket and prefix by the positional and keyword arguments of an `S3FileSystem`. Sends no request."""
+    return FsspecStore(parsed, _Connection(arguments, options))
 
 
-class ReadOnlyFsspecStore(PlacedStore):
-    """Store that reads through the public methods of any fsspec file system; opened by `open_fsspec_store`.
+class FsspecStore(PlacedStore):
+    """Store of a bucket and prefix, through the client of an s3fs file system; opened by `open_fsspec_store`.
 
-    Safe to use from many threads; a file system without fsspec's own event loop gets one call at a time. Pickles the
-    file system. Objects have no versions, and the modification time 0 where the file system gives none. The file
-    system decides about its retries and redirects; each call ends by the deadline of the request.
+    Safe to use from many threads. Pickles the arguments of the file system, including explicit credentials. Children
+    share the client. A process that was forked after the first request cannot use the store: use `spawn`.
+
+    No request is retried here, by s3fs or by botocore (`RetryingStore` retries, under a deadline). Buffers are sent
+    without a copy of the whole. Checksums are botocore's: CRC32 by default, another or none by `config_kwargs`.
     """
 
-    def __init__(self, filesystem: Any, path: str, lock: AbstractContextManager[object]) -> None:
-        """Store the file system and a path without protocol; sends no request."""
-        self._filesystem = filesystem
-        self._path = path.rstrip("/") + "/" if path else filesystem.root_marker
-        self._lock = lock
+    capabilities = Capabilities(compare_and_swap=True, shared=True)  # by S3's conditional PUT
+
+    def __init__(self, parsed: ParsedUrl, connection: _Connection) -> None:
+        """Store the URL and the connection; sends no request."""
+        self._place = parsed
+        self._connection = connection
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the file system, including explicit credentials."""
-        return _open_to_read, (self._filesystem, self._path)
+        """Pickle the arguments of the file system, including explicit credentials; a session cannot be pickled."""
+        arguments, options = self._connection.given
+        if options.get("session") is not None:
+            raise InvalidArgumentError(
+                "A file system that was created with a `session` cannot be sent to other processes: create it with "
+                "`profile`, or `key` and `secret`, or take credentials from the environment."
+            )
+        return _open_s3fs_store, (self._place, arguments, options)
 
-    @property
-    def url(self) -> str:
-        """Implement `ObjectStore.url`. URL of the path; it names no server unless the path does."""
-        return str(self._filesystem.unstrip_protocol(self._path.rstrip("/")))
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Implement `ObjectStore.capabilities`. Read-only; memory is not shared with other processes."""
-        protocol = _protocol_of(self._filesystem)
-        refusal = (
-            f"The store is read-only: fsspec's {protocol} has no conditional PUT. Write with s3://, gs://, "
-            "az:// or file:// URLs, or s3fs's own S3FileSystem."
-        )
-        return Capabilities(
-            compare_and_swap=False, shared=protocol != "memory", swap_refusal=refusal, write_refusal=refusal
-        )
-
-    def child(self, prefix: str) -> ReadOnlyFsspecStore:
+    def child(self, prefix: str) -> FsspecStore:
         """Implement `ObjectStore.child`."""
-        check_key(prefix)
-        return ReadOnlyFsspecStore(self._filesystem, self._path + prefix, self._lock)
+        return FsspecStore(self._place.child(prefix), self._connection)
 
     def head(self, key: str) -> ObjectInfo:
-        """Implement `ObjectStore.head`. One `info`; a listing that the file system cached is dropped."""
-        check_key(key)
+        """Implement `ObjectStore.head`. One request; nothing is cached."""
+        path = self._place.key(key)
 
-        def request() -> ObjectInfo:
-            self._filesystem.invalidate_cache()
-            info = self._filesystem.info(self._path + key)
-            if info["type"] != "file":
-                raise FileNotFoundError(key)
-            return _make_found(key, info)
+        async def request(call: _Call) -> ObjectInfo:
+            answer = await call("head_object", Key=path)
+            return _make_info(key, answer, size_bytes=answer["ContentLength"])
 
         return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
-        """Implement `ObjectStore.get`. One `cat_file`, of one byte more than `limit_bytes` at most."""
-        check_key(key)
-        data = self._read("get", key, 0, limit_bytes + 1)
-        if len(data) > limit_bytes:
-            raise make_oversize_error(self._named(key), size_bytes=len(data), limit_bytes=limit_bytes)
-        return Content(data=data, version=Version(etag=None))
+        """Implement `ObjectStore.get`. One request."""
+        path = self._place.key(key)
+
+        async def request(call: _Call) -> Content:
+            answer = await call("get_object", Key=path)
+            announced_bytes = answer.get("ContentLength", 0)
+            data = await _read_body(answer["Body"], limit_bytes if announced_bytes <= limit_bytes else -1)
+            size_bytes = max(len(data), announced_bytes)
+            if size_bytes > limit_bytes:
+                raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)
+            return Content(data=data, version=_make_version(answer))
+
+        return self._ask("get", key, request, size_bytes=limit_bytes)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Implement `ObjectStore.get_into`. One `cat_file`; its answer is copied once."""
-        check_key(key)
-        with writes_nothing():
-            data = self._read("get_into", key, start, start + len(buffer))
-        fill(buffer, data, start=start, url=self._named(key))
+        """Implement `ObjectStore.get_into`. One request; its answer is copied once."""
+        path, length = self._place.key(key), len(buffer)
 
-    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        """Implement `ObjectStore.put`. Refused."""
-        raise InvalidArgumentError(self.capabilities.write_refusal, url=self._named(key))
-
-    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """Implement `ObjectStore.list`. One `find`, and an `info` for each object whose size it lacks (`http`)."""
-        check_list_prefix(prefix)
-        folder = self._path + prefix[: prefix.rfind("/") + 1]
-
-        def request() -> Sequence[ObjectInfo]:
-            self._filesystem.invalidate_cache()
+        async def request(call: _Call) -> bytes:
             try:
-                found = self._filesystem.find(folder.rstrip("/"), detail=True)
-            except FileNotFoundError:
-                return []
-            infos = {name.removeprefix(self._path): info for name, info in found.items() if name.startswith(folder)}
-            keys = sorted(key for key in infos if key.startswith(prefix) and key > after)
-            for key in keys:
-                if infos[key].get("size") is None:
-                    infos[key] = self._filesystem.info(self._path + key)
-            return [_make_found(key, infos[key]) for key in keys]
-
-        yield from check_listing(self._ask("list", prefix, request), url=self.url, prefix=prefix, after=after)
-
-    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
-        """Implement `ObjectStore.delete`. Refused."""
-        raise InvalidArgumentError(self.capabilities.write_refusal, url=self.url)
-
-    def _read(self, verb: str, key: str, start: int, stop: int) -> bytes:
-        def request() -> bytes:
-            try:
-                return bytes(self._filesystem.cat_file(self._path + key, start=start, end=stop))
-            except Exception as error:
-                if _status_of(error) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                answer = await call("get_object", Key=path, Range=f"bytes={start}-{start + length - 1}")
+            except ClientError as error:
+                if _status_and_code_of(error)[0] == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                     return b""
                 raise
+            if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
+                answer["Body"].close()
+                raise StorageError("The store does not serve ranges of an object.", url=self._named(key))
+            return await _read_body(answer["Body"], length)
 
-        return self._ask(verb, key, request, size_bytes=stop - start)
+        with writes_nothing():
+            data = self._ask("get_into", key, request, size_bytes=length)
+        if len(data) > length:
+            raise StorageError("The store sent more bytes than the requested range.", url=self._named(key))
+        if len(data) < length:
+            size_bytes = start + len(data) if data else None
+            raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=start + length)
+        buffer[:] = data
 
-    def _ask(self, verb: str, key: str, request: Callable[[], _Answer], *, size_bytes: int = 0) -> _Answer:
-        """Make a call of the file system and return its result; raise its errors as errors of dcp_remote."""
-        # In a thread, so that a call that does not return ends for the caller by its deadline.
-        helper, deadline = HelperThread("dcp_remote-fsspec"), Deadline(request_seconds(size_bytes))
+    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+        """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies its checksum before it answers."""
+        path, body = self._place.key(key), _Body(buffers)
+        match: dict[str, str | None] = {}
+        if condition == "absent":
+            match = {"IfNoneMatch": "*"}
+        elif condition != "any":
+            match = {"IfMatch": condition.etag}
 
-        def call() -> _Answer:
-            with self._lock:
-                return request()
+        async def request(call: _Call) -> Version:
+            return _make_version(await call("put_object", Key=path, Body=io.BufferedReader(body), **match))
 
-        def check_deadline() -> None:
-            if deadline.expired():
-                raise TimeoutError
+        return self._ask("put", key, request, size_bytes=body.size_bytes, condition=condition)
 
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
+        """Implement `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
+        check_list_prefix(prefix)
+        return check_listing(self._list(prefix, after), url=self.url, prefix=prefix, after=after)
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        """Implement `ObjectStore.delete`. One request per 1,000 keys; if it fails, all its keys are reported."""
+        paths = {self._place.key(key): key for key in keys}
+        failed: dict[str, StorageError] = {}
+        for first in range(0, len(paths), _KEYS_MAX):
+            failed.update(self._delete_batch(dict(itertools.islice(paths.items(), first, first + _KEYS_MAX))))
+        return failed
+
+    def explain_missing(self) -> BucketNotFoundError | None:
+        """Return the error if an object is missing because its bucket does not exist, else None.
+
+        One request, sent after a manifest was not found; never on the path of a save.
+        """
         try:
-            return helper.run(call, check_deadline)
+            self.get(_PROBE_KEY, limit_bytes=0)
+        except BucketNotFoundError as error:
+            return error
         except DcpRemoteError:
+            pass  # the store answered that the object is missing; another failure now does not explain that
+        return None
+
+    def find_unproven_server(self) -> str | None:
+        """Return the server and bucket if conditional writes are unproven there; None for Amazon's own servers.
+
+        Sends no request; see `conditional_writes`.
+        """
+        endpoint_url = str(self._ask("open", "", lambda _: self._connection.client()).meta.endpoint_url)
+        check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
+        return find_unproven_server(endpoint_url, self._place.bucket, known_hosts=S3.known_hosts)
+
+    def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
+        root = f"{self._place.prefix}/" if self._place.prefix else ""
+        where: dict[str, str | None] = {"StartAfter": root + after} if after else {}
+
+        async def request(call: _Call) -> tuple[Sequence[ObjectInfo], _Parsed]:
+            page = await call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
+            entries = [(entry["Key"].removeprefix(root), entry) for entry in page.get("Contents", [])]
+            return [_make_info(key, entry, size_bytes=entry["Size"]) for key, entry in entries], page
+
+        while True:
+            infos, page = self._ask("list", prefix, request)
+            # Some consoles create markers of "folders", which are left out.
+            yield from (info for info in infos if info.size_bytes or (info.key and not info.key.endswith("/")))
+            if not page.get("IsTruncated"):
+                return
+            before, where = where, {"ContinuationToken": page.get("NextContinuationToken")}
+            if not where["ContinuationToken"] or where == before:
+                raise StorageError(
+                    "The listing does not go on: NextContinuationToken is missing or repeated.",
+                    url=self.url,
+                    after=infos[-1].key if infos else after,
+                )
+
+    def _delete_batch(self, paths: Mapping[str, str]) -> Mapping[str, StorageError]:
+        batch = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
+        try:
+            answer = self._ask("delete", "", lambda call: call("delete_objects", Delete=batch))
+        except StorageError as error:
+            return dict.fromkeys(paths.values(), error)
+        failed: dict[str, StorageError] = {}
+        for entry in answer.get("Errors", []):
+            key = paths.get(entry.get("Key"))
+            failure = make_answer_error(0, entry.get("Code", ""), verb="delete", url=self._named(key or ""))
+            # An absent object counts as deleted. An error that names none of the keys is reported for all of them.
+            if not isinstance(failure, ObjectNotFoundError):
+                failed.update(dict.fromkeys(paths.values() if key is None else [key], failure))
+        return failed
+
+    def _ask(
+        self,
+        verb: str,
+        key: str,
+        request: Callable[[_Call], Awaitable[_Answer]],
+        *,
+        size_bytes: int = 0,
+        condition: Condition = "any",
+    ) -> _Answer:
+        """Send a request in s3fs's event loop and return its result; raise errors of the client as this package's.
+
+        `request` sends by calling its argument with a method of botocore's client, and parameters.
+        """
+        connection = self._connection
+        call = partial(connection.call, Bucket=self._place.bucket)
+        seconds = min(Timeouts().request_seconds(size_bytes), rounded_up(remaining_seconds()))
+        try:
+            answer: _Answer = sync(connection.filesystem().loop, request, call, timeout=seconds)
+            return answer
+        except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
-        except Exception as error:  # noqa: BLE001  # `_classify` handles every error
-            secrets = list(find_secrets(self._filesystem.storage_options))
-            kind = _classify(error)
-            failure = kind(
-                WHAT[kind],
-                verb=verb,
-                url=self._named(key),
-                cause=describe_cause(str(error) or type(error).__name__, secrets),
-            )
+        except Exception as error:  # noqa: BLE001  # `translate` handles every error
+            sent_elsewhere = error.kwargs.get("error") if isinstance(error, HTTPClientError) else None
+            if isinstance(sent_elsewhere, StorageError):
+                raise sent_elsewhere from None  # raised by `_request_without_redirects`, and wrapped by aiobotocore
+            secrets = connection.secrets(has_answered=isinstance(error, ClientError))
+            failure: CloudError
+            status, code = _status_and_code_of(error) if isinstance(error, ClientError) else (0, "")
+            if code == NO_SUCH_BUCKET_CODE:
+                meta = connection.filesystem().s3.meta
+                bucket, endpoint_url = self._place.bucket, str(meta.endpoint_url)
+                failure = make_s3_bucket_error(bucket, endpoint_url=endpoint_url, region_name=meta.region_name)
+            elif isinstance(error, ClientError):
+                cause = describe_cause(str(error), secrets)
+                failure = make_answer_error(
+                    status, code, verb=verb, url=self._named(key), cause=cause, condition=condition
+                )
+            else:
+                what = _NO_CREDENTIALS if isinstance(error, NoCredentialsError) else ""
+                failure = translate(error, verb=verb, url=self._named(key), secrets=secrets, what=what)
             raise failure from get_safe_cause(error, secrets)
-        finally:
-            helper.close()
 
 
-def _classify(error: BaseException) -> ErrorClass:
-    """Return the class of dcp_remote for an error of a file system: by HTTP status, errno or class."""
-    status = _status_of(error)
-    if status >= HTTPStatus.BAD_REQUEST:
-        return classify_answer(status)
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        # `HTTPFileSystem.info` raises FileNotFoundError for every failure, from the reason.
-        reason = _classify(error.__cause__)
-        return reason if reason in (TransientStorageError, PermissionDeniedError) else ObjectNotFoundError
-    aiohttp = sys.modules.get("aiohttp")  # imported already, if the error is one of aiohttp
-    if aiohttp is not None and isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
-        return StorageError if isinstance(error, aiohttp.ClientSSLError) else TransientStorageError
-    if isinstance(error, OSError) and error.errno is not None:
-        return classify_error(OSError(error.errno, ""))  # Python's own subclass for this number
-    return classify_error(error)
+class _Connection:
+    """File system of s3fs in this process, made on first use from the arguments of the one that the user passed.
+
+    The user's own file system is not used, since it may belong to another event loop, and its client repeats requests.
+    """
+
+    def __init__(self, arguments: Sequence[object], options: Mapping[str, object]) -> None:
+        options = {name: value for name, value in options.items() if name not in _ARGUMENTS_OF_THE_CALLER}
+        self.given = arguments, options
+        self._lock = threading.Lock()
+        self._filesystem: Any = None
+        self._pid: int | None = None
+
+    def filesystem(self) -> Any:
+        """Return the file system; refused in a process that was forked after the first request."""
+        pid = refuse_after_fork(self._pid)
+        with self._lock:
+            if self._filesystem is None:
+                from s3fs import S3FileSystem  # takes half a second, and unpickling needs no s3fs
+
+                arguments, options = self.given
+                filesystem = S3FileSystem(*arguments, **options, skip_instance_cache=True)
+                filesystem.config_kwargs = {
+                    **filesystem.config_kwargs,
+                    "retries": {"total_max_attempts": 1},
+                    "http_session_cls": _without_redirects(filesystem.config_kwargs.get("http_session_cls")),
+                }
+                # The conditions of writes are set by the store alone.
+                given = filesystem.s3_additional_kwargs
+                filesystem.s3_additional_kwargs = {name: given[name] for name in given if not name.startswith("If")}
+                self._pid, self._filesystem = pid, filesystem
+            return self._filesystem
+
+    async def client(self) -> Any:
+        """Return botocore's client, whose `meta` describes it. Sends no request, except to find credentials."""
+        return await self.filesystem().set_session()
+
+    async def call(self, method: str, **parameters: object) -> _Parsed:
+        """Send one request by a method of botocore's client, with the user's parameters for all requests."""
+        await self.client()
+        filesystem = self.filesystem()
+        send = getattr(await filesystem.get_s3(parameters["Bucket"]), method)
+        # Not through s3fs, which drops the condition of a write if botocore is too old to know it.
+        answer: _Parsed = await send(**filesystem._get_s3_method_kwargs(send, filesystem.req_kw) | parameters)
+        return answer
+
+    def secrets(self, *, has_answered: bool) -> list[str]:
+        """Return the secrets that no error may show: credentials that the user passed, or that botocore found.
+
+        botocore is asked only if the store has answered, since the answer may quote what signed the request.
+        """
+        filesystem = self._filesystem
+        if filesystem is None:
+            return []
+        options = (filesystem.storage_options, filesystem.client_kwargs, filesystem.s3_additional_kwargs)
+        given = [filesystem.secret, filesystem.token, *_find_secrets(options)]
+        given_key = filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
+        if has_answered and not (filesystem.anon or given_key):
+
+            async def find() -> list[str | None]:
+                credentials = await filesystem.session.get_credentials()
+                frozen = await credentials.get_frozen_credentials()
+                return [frozen.secret_key, frozen.token]
+
+            with suppress(Exception):  # the error of the request is the one to report
+                given += sync(filesystem.loop, find, timeout=_SECRETS_SECONDS)
+        return [secret for secret in given if isinstance(secret, str) and secret]
 
 
-def _status_of(error: BaseException) -> int:
-    """Return the HTTP status of an error of s3fs (its cause's), aiohttp (`status`) or gcsfs (`code`); 0 if unknown."""
-    if isinstance(error.__cause__, ClientError):
-        return status_of(error.__cause__)
-    return next((value for name in ("status", "code") if isinstance(value := getattr(error, name, None), int)), 0)
+def _find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
+    """Yield the texts among the arguments of a file system whose names are those of secrets."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _find_secrets(inner, is_secret=is_secret or _SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _find_secrets(inner, is_secret=is_secret)
+    elif is_secret and isinstance(value, str) and value:
+        yield value
 
 
-def _protocol_of(filesystem: object) -> str:
-    # From the class, since an instance of a cache has the protocol of the file system that it wraps.
-    protocol: Any = type(filesystem).protocol  # type: ignore[attr-defined]  # an attribute of fsspec's classes
-    return protocol if isinstance(protocol, str) else protocol[0]
+async def _request_without_redirects(session: Any, method: str, **parameters: object) -> Any:
+    answer = await session.request(method, allow_redirects=False, **parameters)
+    # A redirect to another region names it in a header. Without the header, botocore would repeat requests for ever.
+    if answer.status in _REDIRECTS and "x-amz-bucket-region" not in answer.headers:
+        answer.close()
+        raise StorageError(SENT_ELSEWHERE, url=str(answer.url.with_query(None)), status=answer.status)
+    return answer
 
 
-def _make_found(key: str, info: Mapping[str, Any]) -> ObjectInfo:
-    times = [info[name] for name in _TIME_NAMES if isinstance(info.get(name), datetime | int | float)]
-    modified = times[0] if times else 0.0
-    return ObjectInfo(
-        key=key,
-        size_bytes=int(info["size"]),
-        version=Version(etag=None),
-        modified_seconds=modified.timestamp() if isinstance(modified, datetime) else float(modified),
-    )
+def _without_redirects(given: Any) -> Any:
+    """Return a class of aiobotocore's HTTP sessions, derived from `given` or its default, that follows no redirects.
+
+    A redirect would send the session token to any host, and take that host's answer for the store's.
+    """
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    base: Any = given or AIOHTTPSession
+    if not issubclass(base, AIOHTTPSession):
+        return base  # based on httpx, which follows no redirects
+    if not hasattr(base, "_get_session"):
+        raise InvalidArgumentError("This version of aiobotocore always follows redirects: update aiobotocore and s3fs.")
+
+    class SessionWithoutRedirects(base):  # type: ignore[misc]  # the class has no stubs
+        # Private, since aiobotocore has no option for redirects, and `send` gives aiohttp none.
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            session = await super()._get_session(proxy_url)
+            return SimpleNamespace(request=partial(_request_without_redirects, session))
+
+    return SessionWithoutRedirects
+
+
+async def _read_body(body: Any, limit_bytes: int) -> bytes:
+    """Read a body and close it; of a body that is longer than the limit, return a part longer than the limit."""
+    data = bytearray()
+    try:
+        while len(data) <= limit_bytes and (part := await body.read(_READ_BYTES)):
+            data += part
+    except Exception as error:
+        # Some of these errors are botocore's, and some aiohttp's.
+        raise ResponseStreamingError(error=error) from error
+    finally:
+        body.close()
+    return bytes(data)
+
+
+class _Body(io.RawIOBase):
+    """File of buffers one after another, which are not joined, so that a save needs no more memory."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        """Begin at the first byte."""
+        self._views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+        self._ends = list(itertools.accumulate(map(len, self._views)))
+        self.size_bytes = self._ends[-1] if self._ends else 0
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True; botocore reads a body twice, for its checksum and to send it."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position, within the buffers, and return it."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size_bytes}[whence]
+        self._position = min(max(start + offset, 0), self.size_bytes)
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        """Read from the buffer at the position, at most to its end; return the number of bytes."""
+        if self._position == self.size_bytes:
+            return 0
+        index = bisect.bisect_right(self._ends, self._position)
+        part = self._views[index][self._position - self._ends[index] :][: len(target)]
+        target[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+
+def _status_and_code_of(answer: ClientError) -> tuple[int, str]:
+    """Return the HTTP status of an answer, and S3's error code; 0 and empty if unknown."""
+    status = answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return int(status), str(answer.response.get("Error", {}).get("Code", ""))
+
+
+def _make_version(answer: _Parsed) -> Version:
+    return Version(etag=quote_etag(answer.get("ETag")))
+
+
+def _make_info(key: str, answer: _Parsed, *, size_bytes: int) -> ObjectInfo:
+    modified_seconds = answer["LastModified"].timestamp()
+    return ObjectInfo(key=key, size_bytes=size_bytes, version=_make_version(answer), modified_seconds=modified_seconds)

@@ -9,7 +9,6 @@ from typing import Self, TypeVar
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy
 from dcp_remote.common.descriptors import find_shortage
-from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import (
     ConditionFailedError,
     ObjectNotFoundError,
@@ -30,9 +29,6 @@ RANGE_RETRY_SECONDS = 300.0
 # Time for which a request is repeated while this process can open no file: files that a program opens in passing, as at
 # the beginning of an epoch, are closed sooner; the others stay open until the deadline.
 SHORTAGE_SECONDS = 5.0
-
-# Objects of `put_all` that are sent at a time.
-_PUTS_IN_FLIGHT = 16
 
 # Errors that only a store that answers can cause.
 _ANSWERS = (ObjectNotFoundError, ConditionFailedError, PermissionDeniedError)
@@ -202,9 +198,3 @@ class _Attempts:
         last = kind(what, **request_details | {"attempts": self._failed, "seconds": seconds})
         last.__cause__ = error
         return last
-
-
-def put_all(store: ObjectStore, objects: Mapping[str, Sequence[Buffer]], deadline: Deadline) -> None:
-    """Put objects under keys that nobody else writes, some at a time; each is repeated until the deadline."""
-    put = RetryingStore(store, deadline).put
-    in_parallel(lambda key: put(key, objects[key]), list(objects), threads=_PUTS_IN_FLIGHT)

@@ -27,7 +27,7 @@ SCHEMES: tuple[Scheme, ...] = tuple(_EXAMPLES)
 
 _KNOWN = f"{', '.join(_EXAMPLES.values())}, or a path"
 
-_FILE_SYSTEMS = "A file system of fsspec is opened by `dcp_remote.storage.open_fsspec_store(filesystem, path)`."
+_FILE_SYSTEMS = "A file system of s3fs is opened by `dcp_remote.storage.open_fsspec_store(filesystem, path)`."
 
 # Schemes by which other tools name the same stores.
 _ALIASES: dict[str, Scheme] = {

@@ -40,7 +40,6 @@ def export_checkpoint(
     dtype: torch.dtype | str | None = None,
     rename: Rename | None = None,
     file_bytes_max: int = WEIGHTS_FILE_BYTES_MAX,
-    is_verified: bool = True,
     allow_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
     memory_budget_bytes: int = MEMORY_BUDGET_BYTES,
@@ -62,7 +61,7 @@ def export_checkpoint(
     crash they are left behind.
 
     Costs: the GET of the manifest (for a run up to three), a GET per range of 8 MiB, and one per shard and quarter of
-    the budget, for parts of pieces. The verification reads the files once.
+    the budget, for parts of pieces. Each file is read back, and compared with digests of what was written.
 
     Holds `memory_budget_bytes`; `files` and objects come on top.
 
@@ -78,8 +77,6 @@ def export_checkpoint(
             None in the place of a name leaves a tensor out. Safetensors alone.
         file_bytes_max: Size of the tensors in a file of weights, in bytes; 5 GB. A larger tensor has a file of its own.
             Safetensors alone.
-        is_verified: False to leave out the verification: each file is read back, and compared with digests of what was
-            written.
         allow_pickle: True to write objects that need code to load; torch alone.
         storage_options: Options of the store.
         memory_budget_bytes: Limit of the memory for tensors, in bytes; 256 MiB.
@@ -126,8 +123,8 @@ def export_checkpoint(
         draft.mkdir()
         _require_empty(target, but=draft)  # another export may have begun here meanwhile
         with start_progress(progress, "export", is_coordinator=True) as shown:
-            shown.begin(saved.step, export.total_bytes * (2 if is_verified else 1))
-            export.write(draft, shown.add, is_verified=is_verified)
+            shown.begin(saved.step, 2 * export.total_bytes)
+            export.write(draft, shown.add)
             shown.close(f"exported {saved.store.url} to {target}")
         saved.log_overflows()
         return _publish(draft, target, last=export.last_file)

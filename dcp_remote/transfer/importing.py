@@ -62,7 +62,6 @@ def import_checkpoint(
     *,
     step: int,
     name: str | None = None,
-    is_verified: bool = True,
     overwrite: bool = False,
     start_over: bool = False,
     allow_pickle: bool = False,
@@ -99,7 +98,6 @@ def import_checkpoint(
         run_url: URL, path or store of the run, which may be new.
         step: Step of the new checkpoint.
         name: Name of the new checkpoint, which it gets once it is verified.
-        is_verified: False to leave out the verification.
         overwrite: True to replace the run's checkpoint of this step. The new one is verified after that: if it differs,
             the step is lost.
         start_over: True to leave the checkpoints of the run behind, marked as abandoned.
@@ -195,21 +193,20 @@ def import_checkpoint(
             require_same()  # whose error says what happened, where another job has begun the run meanwhile
             raise
         report = cast("SaveReport", run.last_save)
-        if is_verified:
-            with _saved_but_not("verified", step):
-                saved = SavedCheckpoint(
-                    run_url,
-                    step=step,
-                    storage_options=storage_options,
-                    allow_pickle=allow_pickle,
-                    buffer_bytes_max=memory_budget_bytes // 2,
-                    look_seconds=RANGE_RETRY_SECONDS,  # hours of work may lie behind
-                    retry_seconds=RANGE_RETRY_SECONDS,
-                )
-                try:
-                    _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
-                except CorruptCheckpointError as damage:
-                    raise _delete_damaged(run, step, damage) from damage
+        with _saved_but_not("verified", step):
+            saved = SavedCheckpoint(
+                run_url,
+                step=step,
+                storage_options=storage_options,
+                allow_pickle=allow_pickle,
+                buffer_bytes_max=memory_budget_bytes // 2,
+                look_seconds=RANGE_RETRY_SECONDS,  # hours of work may lie behind
+                retry_seconds=RANGE_RETRY_SECONDS,
+            )
+            try:
+                _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
+            except CorruptCheckpointError as damage:
+                raise _delete_damaged(run, step, damage) from damage
         if name is not None:
             with _saved_but_not("named", step):
                 run.run.name(step, name, move=True)

@@ -82,21 +82,20 @@ class SafetensorsExport:
         # Without this file, `from_pretrained` finds no weights.
         self.last_file = WEIGHTS_FILE if WEIGHTS_FILE in self._files else f"model{INDEX_SUFFIX}"
 
-    def write(self, folder: Path, add: Callable[[int], None], *, is_verified: bool) -> None:
-        """Write the files into a folder; `add` is told the bytes that were written, and read back."""
+    def write(self, folder: Path, add: Callable[[int], None]) -> None:
+        """Write the files into a folder, and read them back; `add` is told the bytes of both."""
         small = self._read_side_files()
         if small:
             Files(small).write(folder)
         for file, tensors in self._files.items():
             digests = self._write_file(folder / file, tensors, add)
-            if is_verified:
-                _verify(folder / file, digests, add)
+            _verify(folder / file, digests, add)
         if WEIGHTS_FILE not in self._files:
             weight_map = {tensor.title: file for file, tensors in self._files.items() for tensor in tensors}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             small[self.last_file] = json.dumps(index, indent=2).encode()
             (folder / self.last_file).write_bytes(small[self.last_file])
-        for file, data in small.items() if is_verified else ():
+        for file, data in small.items():
             _verify(folder / file, [("all of the file", len(data), digest(data))], add)
 
     def _write_file(

@@ -8,6 +8,7 @@ import pytest
 
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.manifest_assembly import assemble_manifest
+from dcp_remote.storage import MemoryStore
 from tests.benchmark.clients.commit_cost import URL, Cost, Layout, main, plan
 from tests.support.work import count_work
 
@@ -19,7 +20,7 @@ def test_nothing_is_done_piece_by_piece() -> None:
         layout = Layout(data_parallel=1, tensors=tensors)
         planned = plan(layout, Cost())
         first, later = ([layout.report(rank, save) for rank in range(layout.ranks)] for save in (1, 2))
-        assembled = partial(assemble_manifest, planned, url=URL, segment_names=ShardNames(0))
+        assembled = partial(assemble_manifest, planned, url=URL, segment_names=ShardNames(0), put=MemoryStore().put)
         assembled(first, save_id="1" * 32)
         counts.append(count_work(partial(assembled, later, save_id="2" * 32))[1:])
     (few_calls, few_objects), (many_calls, many_objects) = counts

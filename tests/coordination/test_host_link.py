@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
-from dcp_remote.coordination import host_link
+from dcp_remote.coordination import host_documents, host_link
 from dcp_remote.coordination.host_link import HostLink, _Speaker
 from dcp_remote.coordination.key_value import Client
 from tests.support.rank_pool import start_process
@@ -38,6 +39,9 @@ class Rank:
             os.setuid(user)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.link = HostLink(name, rank, lambda: Client(store), lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+        self.documents: dict[str, bytes | None] = {}
+        self.fetches: dict[str, queue.SimpleQueue[bytes | None]] = {}
+        self.fetching = set[str]()
 
     def begin(self, number: int, data: bytes) -> None:
         self.link.begin(f"{number}/slots", f"{number}/in", f"{number}/out", data)
@@ -73,6 +77,47 @@ class Rank:
 
     def rounds(self) -> int:
         return len(self.link._rounds)
+
+    def want(self, key: str, patience: float = 60.0) -> None:
+        """Ask for a document, in a thread; `fetched` is to follow where this rank fetches."""
+        host_documents._PATIENCE_SECONDS = patience
+        answers = self.fetches[key] = queue.SimpleQueue[bytes | None]()
+        self.fetching.discard(key)
+
+        def fetch() -> bytes:
+            self.fetching.add(key)
+            data = answers.get()
+            if data is None:
+                raise OSError("not fetched")
+            return data
+
+        def share() -> None:
+            try:
+                self.documents[key] = self.link.share(key, fetch)
+            except OSError:
+                self.documents[key] = None
+
+        self.documents.pop(key, None)
+        threading.Thread(target=share, daemon=True).start()
+
+    def fetches_now(self, key: str) -> bool:
+        return key in self.fetching
+
+    def fetched(self, key: str, data: bytes | None) -> None:
+        """End a fetch, with an error if there is no data."""
+        self.fetches[key].put(data)
+
+    def document(self, key: str) -> bytes | None:
+        wait_until(lambda: key in self.documents)
+        return self.documents[key]
+
+    def kept(self) -> int:
+        """Return the documents that this rank knows of."""
+        documents = self.link._documents
+        return len([*documents._fetched, *documents._holders, *documents._waiting, *documents._wanted])
+
+    def waits_in_vain(self) -> int:
+        return self.link._documents.waits_in_vain
 
     def close(self) -> None:
         self.link.close()

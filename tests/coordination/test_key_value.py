@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from dcp_remote.coordination import key_value
-from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.key_value import Client, HelperClient, address_of
+from tests.support.rank_threads import wait_until
 
 MiB = 2**20
 
@@ -126,3 +127,17 @@ def test_a_file_store_outlives_the_connections_to_it(tmp_path: Path) -> None:
     Client(store).put("k", b"v")
     assert Client(store).get("k") == b"v"
     assert (tmp_path / "store").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="the sockets of a process cannot be listed")
+def test_a_closed_helper_ends_its_connection(tmp_path: Path) -> None:
+    """The server has one connection less, though the helper's object lives on."""
+    store = tcp(tmp_path)
+    address = address_of(store)
+    assert address is not None
+    before = len(key_value._sockets_to(address))
+    helper = HelperClient(lambda: Client(store))
+    helper.ask(lambda client: client.put("k", b"v"), lambda: None)
+    assert len(key_value._sockets_to(address)) == before + 1
+    helper.close()
+    wait_until(lambda: len(key_value._sockets_to(address)) == before)

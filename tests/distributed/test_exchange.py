@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -84,12 +85,13 @@ def test_all_together(budget_bytes: int, rank_pool: RankPool, tmp_path: Path) ->
     assert once <= sum(length * count for (_, _, length), count in read.items()) < 1.25 * once
 
 
-def test_a_large_manifest_is_read_by_all(rank_pool: RankPool, tmp_path: Path) -> None:
-    """By each rank once. What the manifest describes is read once all the same."""
+def test_a_large_manifest_is_read_once_for_each_host(rank_pool: RankPool, tmp_path: Path) -> None:
+    """By the coordinator, and by one other rank. What the manifest describes is read once all the same."""
     rank_pool.run(save, tmp_path, "replicated", ranks=PAIR)
-    got = rank_pool.run(restore, tmp_path, "replicated", "large", 0, 2**28, ranks=THREE)
-    assert [rank.ending for rank in got] == [None] * 3
-    assert [rank.manifests for rank in got] == [1, 1, 1]
+    got = rank_pool.run(restore, tmp_path, "replicated", "large", 0, 2**28, ranks=range(4))
+    assert [rank.ending for rank in got] == [None] * 4
+    assert got[0].manifests == 1
+    assert sum(rank.manifests for rank in got[1:]) == (1 if sys.platform == "linux" else 3)
     assert all(rank.received_bytes for rank in got)
 
 

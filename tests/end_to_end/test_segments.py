@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from dcp_remote import RemoteReader, RemoteWriter, Retention, load
+from dcp_remote import RemoteReader, RemoteWriter, Retention, Run, load
 from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRemoteError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY
+from dcp_remote.format.keys import MANIFESTS_PREFIX
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.segments import place_of
 from dcp_remote.loading.peers import Announcement, cohorts_of
 from dcp_remote.loading.read_plan import wanted_blocks
 from dcp_remote.loading.shared_read_plan import encode_wanted
+from dcp_remote.manager import rank_restore
 from dcp_remote.run.copying import copy_checkpoints
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.info import require_run
@@ -26,10 +30,12 @@ from dcp_remote.run.lookup import read_entry, read_manifest
 from dcp_remote.run.verification import verify
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.memory import MemoryStore
+from dcp_remote.storage.rereads import is_reread
+from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore
 from dcp_remote.testing.wrappers import Fault
 from tests.support.faults import denied, shorten_pauses
-from tests.support.rank_threads import manager_threads
+from tests.support.rank_threads import ManagerThreads, manager_threads
 from tests.support.segments import blank, lower_segments, shard_state
 from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
 from tests.support.states import equal
@@ -63,15 +69,35 @@ def save(store: ObjectStore, *steps: int, ranks: int = RANKS, **options: Any) ->
             managers.values(lambda rank, manager, step=step, states=states: manager.save(step, states[rank], wait=True))  # type: ignore[misc]  # bound now
 
 
-def restore(stores: list[ObjectStore], **options: Any) -> dict[str, Any]:
-    """Restore as that many ranks, each with its own store; return the state of all."""
+def restore(stores: list[ObjectStore], *, host: str | None = None, **options: Any) -> dict[str, Any]:
+    """Restore as that many ranks, each with its own store; return the state of all. Ranks of a `host` are linked."""
     whole = blank(state_at(1))
     states = shard_state(whole, len(stores))
     with manager_threads(len(stores), stores) as managers:
+        link(managers, host)
         for ended in managers.run(lambda rank, manager: manager.restore(states[rank], **options)):
             if ended.error is not None:
                 raise ended.error
     return whole | {"step": states[0]["step"]}
+
+
+def link(managers: ManagerThreads, host: str | None) -> None:
+    """Link the ranks, but for the coordinator."""
+    for group in managers.groups.ranks:
+        group._member._link_name = lambda: host
+
+
+def reads_of(stores: Sequence[RecordingStore], keys: Iterable[str]) -> Counter[str]:
+    """Return how often these stores were asked for each of the objects."""
+    return Counter(key for store in stores for verb, key in store.calls if verb.startswith("get") and key in {*keys})
+
+
+def documents_of(store: ObjectStore, step: int) -> list[str]:
+    """Return the keys of the manifest and the segments of a checkpoint."""
+    return [
+        *(key for key in keys_of(store) if key.startswith(f"{MANIFESTS_PREFIX}step-{step:012d}")),
+        *segments_of(store, step),
+    ]
 
 
 def manifest_of(store: ObjectStore, step: int) -> Manifest:
@@ -111,6 +137,66 @@ def test_a_rank_reads_its_segments_alone() -> None:
                 len([key for verb, key in store.calls if verb == "get_into" and key in segments_of(shared, 1)])
                 == expected
             )
+
+
+def test_load_reads_the_segments_of_what_is_chosen() -> None:
+    """Two for each key, and that of the scalar; objects alone need none. The notes of a checkpoint need none."""
+    shared = MemoryStore()
+    save(shared, 1)
+    for keys, expected in (None, 7), ("model.*", 2), ("step", 0):
+        store = RecordingStore(shared)
+        loaded = load(store, keys=keys)
+        assert equal(loaded, state_at(1) if keys is None else {key: state_at(1)[key] for key in loaded})
+        assert (
+            len([key for verb, key in store.calls if verb == "get_into" and key in segments_of(shared, 1)]) == expected
+        )
+    notes = RecordingStore(shared)
+    assert Run(notes).user() == {}
+    assert not reads_of([notes], segments_of(shared, 1))
+
+
+def test_ranks_of_a_host_read_each_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine ranks, of which eight are linked: of these one reads the manifest, and one each segment."""
+    monkeypatch.setattr(rank_restore, "_MANIFESTS_BYTES_MAX", 0)
+    shared = MemoryStore()
+    save(shared, 1)
+    stores = [RecordingStore(shared) for _ in range(9)]
+    assert equal(restore([*stores], host=uuid.uuid4().hex), state_at(1))
+    assert reads_of(stores[1:], documents_of(shared, 1)) == dict.fromkeys(documents_of(shared, 1), 1)
+    assert sum(reads_of(stores[:1], documents_of(shared, 1)).values()) == 5
+
+
+def test_ranks_of_a_host_read_what_the_newest_checkpoint_has_once() -> None:
+    """A job that has restored a part saves: each rank compares with the newest checkpoint, read once for eight."""
+    shared = MemoryStore()
+    save(shared, 1)
+    stores, host = [RecordingStore(shared) for _ in range(9)], uuid.uuid4().hex
+    with manager_threads(9, [*stores]) as managers:
+        link(managers, host)
+        states = shard_state(blank(state_at(1)), 9)
+        managers.values(lambda rank, manager: manager.restore(states[rank], include="model.*"))
+        before = reads_of(stores[1:], segments_of(shared, 1))
+        changed = shard_state(state_at(2), 9)
+        managers.values(lambda rank, manager: manager.save(2, changed[rank], wait=True))
+    assert set((reads_of(stores[1:], documents_of(shared, 1)) - before).values()) == {1}
+    assert equal(load(shared), state_at(2))
+
+
+def test_a_segment_that_was_damaged_on_the_way_to_another_rank() -> None:
+    """Each rank of the host that has got the damaged bytes reads the segment itself."""
+    shared = MemoryStore()
+    save(shared, 1)
+    (damaged, *_) = segments_of(shared, 1)
+
+    class Flipping(WrappedStore):
+        def get_into(self, key: str, start: int, buffer: memoryview) -> None:
+            super().get_into(key, start, buffer)
+            buffer[-1] ^= key == damaged and not is_reread()
+
+    stores = [RecordingStore(Flipping(shared)) for _ in range(9)]
+    assert equal(restore([*stores], host=uuid.uuid4().hex), state_at(1))
+    counts = [reads_of([store], [damaged])[damaged] for store in stores[1:]]
+    assert sorted(counts)[-2:] in ([1, 2], [0, 2])
 
 
 def test_a_checkpoint_by_itself() -> None:
@@ -216,16 +302,19 @@ def test_a_segment_whose_answer_is_lost_is_sent_again(lost: Any) -> None:
     assert equal(restore([shared] * 2), state_at(1))
 
 
-def test_a_save_that_fails_leaves_no_segment() -> None:
-    """The manifest is refused after the segments were put: they are deleted, and the next save is whole."""
+@pytest.mark.parametrize("refused", ["manifest", "segment"])
+def test_a_save_that_fails_leaves_no_segment(refused: str) -> None:
+    """The manifest or the last segment is refused after others were put: these are deleted; the next save is whole."""
     shared = MemoryStore()
     save(shared, 1)
     before = keys_of(shared)
+    last = max(key[-len("0000.safetensors") :] for key in before if "-rank-00000-" in key)
 
-    def is_manifest(verb: str, key: str, _: int) -> bool:
-        return verb == "put" and key.startswith("manifests/")
+    def is_refused(verb: str, key: str, _: int) -> bool:
+        is_last = "-rank-00000-" in key and key.endswith(last)
+        return verb == "put" and (is_last if refused == "segment" else key.startswith("manifests/"))
 
-    store = RecordingStore(FaultyStore(shared, [Fault(is_manifest, "request", error=denied, persistent=True)]))
+    store = RecordingStore(FaultyStore(shared, [Fault(is_refused, "request", error=denied, persistent=True)]))
     with pytest.raises(AssertionError):  # of a call that is to succeed
         save(store, 2)
     assert sum(verb == "put" and "-rank-00000-" in key for verb, key in store.calls) > 5  # of which 4 are of the rank

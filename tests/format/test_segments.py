@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -20,12 +22,12 @@ from dcp_remote.format import document, manifest_json, segments
 from dcp_remote.format.columns import decode_column, encode_column
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import Manifest, Pieces, TensorKind
-from dcp_remote.format.segments import Segment, decode_segment, find_segments, join, place_of, segment_keys, split
+from dcp_remote.format.segments import Segment, decode_segment, find_segments, join, place_of, segment_keys
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.overlapping_templates import _have_other_values
 from dcp_remote.run.thinning import drop_keys
 from tests.support.manifests import Layout, build, manifests, plain
-from tests.support.segments import lower_segments
+from tests.support.segments import lower_segments, split
 
 Objects = Mapping[str, Sequence[Buffer]]
 
@@ -42,10 +44,10 @@ def wide(*, tensors: int = 6, ranks: int = 8, keys: Sequence[str] = ("model", "o
 
 
 def write(manifest: Manifest, pieces: int, known: Mapping[bytes, str] | None = None) -> tuple[Manifest, bytes, Objects]:
-    """Return a manifest in segments of so many pieces, as it is written."""
+    """Return the index of a manifest in segments of so many pieces, its document, and its segments."""
     with lower_segments(pieces):
-        large, objects = split(manifest, ShardNames(0).key, known or {})
-    return large, manifest_json.encode(large), objects
+        index, objects = split(manifest, ShardNames(0).key, known or {})
+    return index, manifest_json.encode(index), objects
 
 
 def read(index: Manifest, objects: Objects, segment: int) -> memoryview:
@@ -68,16 +70,15 @@ def decoded(body: bytes) -> Manifest:
 @given(manifests(), st.integers(0, 3))
 def test_joined_is_what_was_written(manifest: Manifest, pieces: int) -> None:
     """Any manifest is read as it was written; one of few pieces has no segments, and is the document of before."""
-    large, body, objects = write(manifest, pieces)
+    written, body, objects = write(manifest, pieces)
     index = decoded(body)
     if int(manifest.tensors.piece_first[-1]) <= pieces:
         assert (body, objects) == (manifest_json.encode(manifest), {})
         assert b"segments" not in unseal(body)
         return
-    assert index.tensors.chunk_pieces.size == 0
+    assert plain(index) == plain(written)
     assert set(index.shards.keys) == {*manifest.shards.keys, *objects}
     joined = join(index, decode(index, objects))
-    assert plain(joined) == plain(large)
     own = joined.pieces.take(np.arange(joined.segment_first))
     assert plain(replace(joined, segments=None, shards=manifest.shards, pieces=own)) == plain(manifest)
     assert manifest_json.encode(joined) == body
@@ -97,8 +98,8 @@ def test_a_segment_has_the_chunks_of_neighbors() -> None:
 def test_the_segments_of_boxes_have_their_chunks(data: st.DataObject) -> None:
     """Every chunk that shares an element with a box is in a segment that is found."""
     manifest = data.draw(manifests().filter(lambda one: int(one.tensors.piece_first[-1]) > 0))
-    large, body, objects = write(manifest, 0)
-    index, tensors = decoded(body), large.tensors
+    _, body, objects = write(manifest, 0)
+    index, tensors = decoded(body), manifest.tensors
     boxes: dict[str, list[tuple[Sequence[int], Sequence[int]]]] = {"absent": [((0,), (1,))]}
     for number, name in enumerate(tensors.names):
         shape = tensors.shape_of(number)
@@ -110,7 +111,7 @@ def test_the_segments_of_boxes_have_their_chunks(data: st.DataObject) -> None:
     for number, name in enumerate(tensors.names):
         wanted = Box(*map(tuple, boxes[name][0]))
         own = {joined.tensors.offsets_of(chunk) for chunk in chunks_of(joined, number)}
-        for chunk in chunks_of(large, number):
+        for chunk in chunks_of(manifest, number):
             if Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk)).intersection(wanted) is not None:
                 assert tensors.offsets_of(chunk) in own
 
@@ -130,7 +131,8 @@ def test_a_rank_needs_its_own_segment_of_each_key() -> None:
 
 def test_a_part_is_read_as_it_is_in_the_whole() -> None:
     """Chunks and pieces of some segments are those of the whole manifest; others are missing."""
-    large, body, objects = write(wide(), pieces=12)
+    large = wide()
+    _, body, objects = write(large, pieces=12)
     index = decoded(body)
     part = join(index, decode(index, objects, [1, 6]))
     assert part.tensors.chunks.tolist() == [2] * 12
@@ -170,14 +172,40 @@ def test_equal_segments_are_named_again() -> None:
     assert len(set(write(twins, pieces=47)[0].shards.keys)) == len(first.shards.keys) + 2
 
 
+def test_few_segments_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment is encoded when another one has been put."""
+    lock, counts = threading.Lock(), {"now": 0, "most": 0, "all": 0}
+
+    def count(text: bytes) -> bytes:
+        with lock:
+            counts["now"] += 1
+            counts["most"], counts["all"] = max(counts["most"], counts["now"]), counts["all"] + 1
+        return seal(text)
+
+    def put(_: str, __: Sequence[Buffer]) -> None:
+        time.sleep(0.001)  # others go on meanwhile
+        with lock:
+            counts["now"] -= 1
+
+    monkeypatch.setattr(segments, "seal", count)
+    with lower_segments(12):
+        split(wide(ranks=100), ShardNames(0).key, {}, put)
+    assert counts["all"] == 100
+    assert 1 < counts["most"] <= 16
+    assert counts["now"] == 0
+
+
 def test_keys_are_dropped_without_their_segments() -> None:
     """The index is thinned without a segment; the rest is as when the whole manifest is thinned."""
-    large, body, objects = write(replace(wide(), run=build([]).run), pieces=12)
+    large = replace(wide(), run=build([]).run)
+    _, body, objects = write(large, pieces=12)
     thin = drop_keys(decoded(body), ["optim"])
     index = decoded(manifest_json.encode(thin))
     joined = join(index, decode(index, objects))
-    assert plain(joined) == plain(drop_keys(large, ["optim"]))
-    assert len(joined.shards.keys) == len(large.shards.keys) // 2
+    own = joined.pieces.take(np.arange(joined.segment_first))
+    assert len(joined.shards.keys) == 8 + len(own.shard) // 12
+    shards = joined.shards.take(np.arange(8))
+    assert plain(replace(joined, segments=None, shards=shards, pieces=own)) == plain(drop_keys(large, ["optim"]))
     assert drop_keys(decoded(body), ["other"]).segments is not None
 
 

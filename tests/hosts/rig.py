@@ -11,13 +11,14 @@ A host is a set of namespaces (`host.py`). It has two networks, each a bridge: o
 the host "store" runs the benchmark's S3 server. A cut is a rule at the bridge: packets vanish, as in a network, and no
 side is told. Nothing leaves the namespaces, and all ends with this process.
 
-Needs Linux, root, and ip, tc, nft, nsenter, unshare and setpriv (on Debian: iproute2, nftables, util-linux).
+Needs Linux, root, and ip, ss, tc, nft, nsenter, unshare and setpriv (on Debian: iproute2, nftables, util-linux).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ Direction: TypeAlias = Literal["from", "to"]
 BOTH: tuple[Network, ...] = ("train", "store")
 
 _ROOT = Path(__file__).parent.parent.parent
-_PROGRAMS = ("ip", "nft", "nsenter", "setpriv", "tc", "unshare")
+_PROGRAMS = ("ip", "nft", "nsenter", "setpriv", "ss", "tc", "unshare")
 _SUBNETS: dict[Network, str] = {"train": "10.9.0", "store": "10.9.1"}
 _DEVICES: dict[Network, str] = {"train": "eth0", "store": "eth1"}
 _STORE_NUMBER, _MOVED_NUMBER, _PORT = 100, 101, 9000
@@ -67,6 +68,10 @@ table inet rig {{
     }}
 }}
 """
+
+# Name of the socket of a host's leader, and a process in the output of `ss`.
+_LINK = re.compile(r"@dcp_remote/[0-9a-f]{64}\b")
+_PROCESS = re.compile(r"\bpid=(\d+)")
 
 _POLL_SECONDS = 0.1
 
@@ -156,6 +161,11 @@ class Job:
             codes[host] = code
         return codes
 
+    def rank_of(self, host: str, pid: int) -> int:
+        """Return the rank of a process, by its number on its host."""
+        (line, *_) = (self._folder / f"{self._task.name}.{host}.{pid}.jsonl").read_text().splitlines()
+        return int(json.loads(line)["rank"])
+
     def show(self) -> str:
         """Return all events and the end of each log."""
         lines = [
@@ -218,15 +228,20 @@ class Rig:
         manager: Mapping[str, Any] | None = None,
         sharded_bytes: int = LARGE_BYTES,
         replicated_bytes: int = LARGE_BYTES,
+        local_ranks: int = 1,
     ) -> Job:
-        """Start a job of one rank on each of some hosts, by default on all; the first is the host of rank 0."""
+        """Start a job of one or more ranks on each of some hosts, by default on all; the first is the host of rank 0.
+
+        The processes of a host's further ranks are "h0.1" and so on.
+        """
         assert len(set(operations)) == len(operations), "events are found by their operation"
         names = list(hosts or self.names)
         job = self._job(name, operations, manager, sharded_bytes, replicated_bytes)
-        for rank, host in enumerate(names):
-            group = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names)), "LOCAL_WORLD_SIZE": "1"}
-            group |= {"MASTER_ADDR": names[0], "MASTER_PORT": str(self._port)}
-            self._run(job, host, "tests.hosts.rank", [str(job.file)], group)
+        for rank in range(local_ranks * len(names)):
+            host, local = names[rank // local_ranks], rank % local_ranks
+            group = {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(local_ranks * len(names))}
+            group |= {"LOCAL_WORLD_SIZE": str(local_ranks), "MASTER_ADDR": names[0], "MASTER_PORT": str(self._port)}
+            self._run(job, host, "tests.hosts.rank", [str(job.file)], group, name=f"{host}.{local}" if local else host)
         return job
 
     def start_torchrun(
@@ -316,6 +331,11 @@ class Rig:
         for host in hosts:
             self._hosts[host].signal_all("CONT")
 
+    def signal(self, host: str, pid: int, name: str) -> None:
+        """Send a signal to one process of a host, by its number there."""
+        self._note(f"SIG{name} to {pid} on {host}")
+        self._hosts[host].shell(f"kill -{name} {pid}")
+
     def terminate(self, host: str) -> None:
         """Send SIGTERM to all processes of a host, as at its shutdown."""
         self._note(f"SIGTERM on {host}")
@@ -349,6 +369,14 @@ class Rig:
         )
 
     # ---- measures
+
+    def leader(self, host: str) -> tuple[int, int]:
+        """Return the process that speaks for the ranks of a host, by its number there, and how many it is linked to."""
+        lines = [line for line in self._hosts[host].shell("ss -xapH").splitlines() if _LINK.search(line)]
+        (listening,) = [line for line in lines if " LISTEN " in line]
+        found = _PROCESS.search(listening)
+        assert found is not None, listening
+        return int(found[1]), len(lines) - 1
 
     def transferred_bytes(self, host: str, network: Network, direction: Direction) -> int:
         """Return how many bytes came from a host, or went to it."""
@@ -447,11 +475,21 @@ class Rig:
         self.jobs.append(Job(self._folder, task))
         return self.jobs[-1]
 
-    def _run(self, job: Job, host: str, module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def _run(
+        self,
+        job: Job,
+        host: str,
+        module: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        *,
+        name: str | None = None,
+    ) -> None:
         folder = self._folder / f"{host}.tmp"
         folder.mkdir(exist_ok=True)
         complete = _environment() | {"TMPDIR": str(folder), "HOME": str(folder), **environment}
-        job.processes[host] = HostProcess(self._hosts[host], complete, job.log(host), module, arguments)
+        name = name or host
+        job.processes[name] = HostProcess(self._hosts[host], complete, job.log(name), module, arguments)
 
     @property
     def _port(self) -> int:

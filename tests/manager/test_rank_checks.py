@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from dcp_remote.errors import StorageError
+from dcp_remote.manager import rank_checks
 from dcp_remote.manager.rank_checks import check_sockets, exchange_reports
 
 
@@ -57,3 +58,16 @@ def test_a_rank_that_is_not_reached() -> None:
         assert (state, fact) == ("warn", "no connection to rank 2 (address 127.0.0.1: Connection refused)")
         assert "rank_sockets=RankSockets(" in cure
         assert check_sockets(0, [here] * 200)[:2] == ("ok", "connected to 50 other ranks")
+
+
+@pytest.mark.usefixtures("port")
+def test_ranks_that_wait_long_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one round of all ranks, here one, take longer than the limit: the report has figure, limit and cure."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert rank_checks.check_round(2.9, 16_384) is None
+    monkeypatch.setattr(rank_checks, "_ROUND_SECONDS_MAX", -1.0)
+    (report,) = exchange_reports({"checks": []}, arrival_seconds=1)
+    check = report["checks"][-1]
+    assert (check["name"], check["state"]) == ("key-value store", "warn")
+    assert "1 rank waited 0.0 s for each other once, and at most -1 s" in check["fact"]
+    assert "arrival_seconds" in check["cure"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from dcp_remote.errors import CheckpointNotFoundError
 from dcp_remote.run.foreign_checkpoints import describe_foreign, describe_keys
 from dcp_remote.run.lookup import read_manifest
-from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore, open_fsspec_store
+from dcp_remote.storage import LocalStore, MemoryStore, ObjectStore
 from dcp_remote.storage.base import ObjectInfo
 from dcp_remote.testing import Fault, FaultyStore, RecordingStore
 from tests.support.faults import denied, verb_is
@@ -96,16 +95,6 @@ def test_what_may_not_be_listed_is_not_mentioned() -> None:
     assert describe_foreign(FaultyStore(MemoryStore(), [refused])) is None
     failing = Fault(verb_is("list"), "request", persistent=True)
     assert describe_foreign(FaultyStore(MemoryStore(), [failing]), retry_seconds=0.01) is None
-
-
-def test_a_store_that_lists_everything_is_not_listed(tmp_path: Path) -> None:
-    """Open a file system of fsspec that is only read, whose `find` has no bound: no look."""
-
-    class Listing(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]  # fsspec has no types
-        def find(self, *_arguments: object, **_options: object) -> None:
-            raise AssertionError("it was listed")
-
-    assert describe_foreign(open_fsspec_store(Listing(), "/foreign")) is None
 
 
 @pytest.mark.parametrize("step", [None, 5])

@@ -132,12 +132,13 @@ class Run:
         metadata = writers[0].metadata
         assert metadata is not None
         sent = [report.to_sent() for report in reports]
-        manifest, *_ = assemble_manifest(
+        manifest, _ = assemble_manifest(
             to_columns(metadata),
             sent,
             url=self.store.url,
             save_id=f"{len(self.saves):032x}",
             segment_names=ShardNames(0),
+            put=MemoryStore().put,
         )
         self.saves.append(Saved(manifest, reports, sent_bytes))
         self.load(self.saves[-1], states, expected, allow_pickle=allow_pickle)
@@ -803,7 +804,8 @@ def reassembled(manifest: Manifest, reports: Sequence[RankReport]) -> Manifest:
     """Return the manifest of the same contents and other reports."""
     sent = [report.to_sent() for report in reports]
     contents = to_columns(to_dcp_metadata(manifest))
-    return assemble_manifest(contents, sent, url=sent[0].url, save_id="5" * 32, segment_names=ShardNames(0))[0]
+    names, put = ShardNames(0), MemoryStore().put
+    return assemble_manifest(contents, sent, url=sent[0].url, save_id="5" * 32, segment_names=names, put=put)[0]
 
 
 # ---- what is reported

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,22 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_remote import RemoteReader, RemoteWriter, load, writer
-from dcp_remote.common.arrays import shrink_integers
+from dcp_remote.common.arrays import Buffer, shrink_integers
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.format import manifest_json, segments
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.format.segments import decode_segment, join, place_of
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
+from dcp_remote.saving import manifest_assembly
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import Planned as Contents
 from dcp_remote.saving.manifest_assembly import assemble_manifest
-from dcp_remote.saving.rank_report import RankReport
+from dcp_remote.saving.rank_report import JoinedNumbers, RankReport, SentReport, join_numbers
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
 from tests.support.manifests import plain
+from tests.support.segments import lower_segments
 from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
 from tests.support.strategies import AnyDtypePlanner
 
@@ -50,10 +54,9 @@ class Planned:
 def assembled(contents: Contents, reports: Sequence[RankReport]) -> tuple[Manifest, bytes]:
     """Return manifest and document of reports that are pickled and unpickled, as between ranks."""
     sent = [pickle.loads(pickle.dumps(report.to_sent())) for report in reports]
-    manifest, body, _ = assemble_manifest(
-        contents, sent, url=reports[0].url, save_id=SAVE_ID, segment_names=ShardNames(0)
+    return assemble_manifest(
+        contents, sent, url=reports[0].url, save_id=SAVE_ID, segment_names=ShardNames(0), put=MemoryStore().put
     )
-    return manifest, body
 
 
 def planned(
@@ -254,9 +257,11 @@ def digests_of(reports: Sequence[RankReport]) -> set[bytes]:
     return {digest_of(one.pieces.digests, n) for one in reports for n in range(len(one.pieces.shard))}
 
 
-def test_segments_of_a_later_save(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_segments_of_a_later_save(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
     """They are those of a first save, though kept columns are in bytes, in which sums of offsets and sizes wrap."""
     monkeypatch.setattr(segments, "SEGMENT_PIECES_MAX", 2)
+    monkeypatch.setattr(segments, "SEGMENT_PIECES", pieces)
     good = planned([{"w": part, "n": 1} for part in shard(torch.randn(300, 10), 3, (3, 2))])
     contents = to_columns(good.metadata)
     tensors = contents.tensors
@@ -267,7 +272,10 @@ def test_segments_of_a_later_save(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(contents: Contents, save: int) -> object:
         sent = [report.to_sent() for report in renewed(good.reports, save)]
         names = ShardNames(0, token="5" * 16)
-        manifest, _, objects = assemble_manifest(contents, sent, url=sent[0].url, save_id=SAVE_ID, segment_names=names)
+        objects: dict[str, object] = {}
+        manifest, _ = assemble_manifest(
+            contents, sent, url=sent[0].url, save_id=SAVE_ID, segment_names=names, put=objects.__setitem__
+        )
         assert len(objects) > 1
         return plain(replace(manifest, created="")), objects
 
@@ -275,6 +283,48 @@ def test_segments_of_a_later_save(monkeypatch: pytest.MonkeyPatch) -> None:
     [known] = kept.checked
     assert found(kept, 2) == found(to_columns(good.metadata), 2)
     assert kept.checked == [known]
+
+
+@pytest.mark.parametrize("also", ["nothing", "the same shards", "shards of its own"])
+def test_blocks_of_reports(monkeypatch: pytest.MonkeyPatch, also: str) -> None:
+    """Segments have what a manifest in one document has, also if a further rank reports what the first one wrote."""
+    empty = {"e": torch.ones(0, 3), "text": "x" * 100_000}
+    good = planned([{"w": part, "r": torch.ones(3)} | empty for part in shard(torch.randn(100, 10), 5, (5, 2))])
+    reports = list(good.reports)
+    if also != "nothing":
+        [last] = renewed(reports[:1], 2) if also == "shards of its own" else reports[:1]
+        reports.append(replace(last, rank=5))
+    whole = replace(assembled(to_columns(good.metadata), reports)[0], created="")
+    blocks: list[int] = []
+
+    def count(reports: Sequence[SentReport]) -> JoinedNumbers:
+        blocks.append(len(reports))
+        return join_numbers(reports)
+
+    monkeypatch.setattr(manifest_assembly, "join_numbers", count)
+    monkeypatch.setattr(manifest_assembly, "_BLOCK_SEGMENTS", 1)
+    objects: dict[str, Sequence[Buffer]] = {}
+    with lower_segments(3):
+        index, _ = assemble_manifest(
+            to_columns(good.metadata),
+            [report.to_sent() for report in reports],
+            url=reports[0].url,
+            save_id=SAVE_ID,
+            segment_names=ShardNames(0),
+            put=objects.__setitem__,
+        )
+    assert blocks == [6] if also == "the same shards" else len(blocks) > 2
+    assert index.segments is not None
+    found = [
+        decode_segment(index, number, memoryview(b"".join(objects[key]))[start : start + length])
+        for number, (key, start, length) in enumerate(map(partial(place_of, index), range(len(objects))))
+    ]
+    joined = join(index, found, is_whole=True)
+    own, shards = (
+        joined.pieces.take(np.arange(joined.segment_first)),
+        joined.shards.take(np.arange(len(whole.shards.keys))),
+    )
+    assert plain(replace(joined, segments=None, pieces=own, shards=shards, created="")) == plain(whole)
 
 
 def outcome(contents: Contents, reports: Sequence[RankReport]) -> object:

@@ -22,6 +22,7 @@ from dcp_remote.common.arrays import shrink_integers
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import KiB
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.saving import plan_table
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import Planned
 from dcp_remote.saving.plan_cache import (
@@ -49,8 +50,35 @@ def proposal(state: State) -> Proposal:
 def arranged(proposals: Sequence[Proposal], **options: Any) -> tuple[list[SavePlan], Arrangement]:
     tables = [pickle.loads(pickle.dumps(to_table(proposed))) for proposed in proposals]
     arrangement = arrange(tables, **options)
+    with mock.patch.object(plan_table, "_ALIKE_MIN", 0):
+        alike = arrange(tables, **options)
+    assert repr(alike.shares) == repr(arrangement.shares)
+    assert described(alike.planned) == described(arrangement.planned)
+    assert list(map(repr, (alike.planned.tensors.names, alike.differing))) == list(
+        map(repr, (arrangement.planned.tensors.names, arrangement.differing))
+    )
+    assert chunks_of(alike.planned) == chunks_of(arrangement.planned)
+    assert repr(alike.sets) == repr(arrangement.sets)
     shares = pickle.loads(pickle.dumps(arrangement.shares))
     return [to_rank_plan(proposed, share) for proposed, share in zip(proposals, shares, strict=True)], arrangement
+
+
+def test_tensors_that_are_cut_alike() -> None:
+    """The chunks of one of them are planned, and those of another shape; replicas are dealt out one by one."""
+    ranks = 40
+    parts = shard(torch.randn(2 * ranks, 4), ranks, (ranks, 2))
+    others = shard(torch.randn(3 * ranks, 2), ranks, (ranks, 1))
+    states = [
+        {f"w{number}": part for number in range(9)} | {"v": other, "a": torch.ones(2), "b": torch.ones(2)}
+        for part, other in zip(parts, others, strict=True)
+    ]
+    states[0]["step"] = 1
+    proposals = [proposal(state) for state in states]
+    plans, arrangement = arranged(proposals)
+    require_consistent(states, plans, arrangement.planned)
+    assert described(arrangement.planned) == described(torchs(proposals)[1])
+    assert len(arrangement.planned.tensors.chunk_offsets) == 2 * (2 * ranks + ranks) + 1 + 1
+    assert {tuple(plan.items[n].index.fqn for n in range(len(plan.items))) for plan in plans if len(plan.items) > 19}
 
 
 def torchs(proposals: Sequence[Proposal]) -> tuple[list[SavePlan], Planned]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_remote import CheckpointManager, RemoteWriter
-from dcp_remote.common.units import MiB
+from dcp_remote import CheckpointManager, RemoteReader, RemoteWriter
+from dcp_remote.common.units import KiB, MiB
+from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.format import manifest_json
+from dcp_remote.format.manifest import MANIFEST_KEY
+from dcp_remote.saving import plan_table, shard_writer
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.simulated_ranks import save_as_ranks
@@ -55,3 +61,33 @@ def test_all_ranks_use_the_latency_that_the_coordinator_measured() -> None:
     writers = iter([RemoteWriter(FarStore(store)), RemoteWriter(near)])
     save_as_ranks([{}, {"w": torch.zeros(32 * MiB)}], lambda: next(writers))
     assert len(sizes_in(near)) == 16
+
+
+def test_objects_in_the_manifest_are_few_whatever_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let five ranks save small objects of their own: those of ranks 1 to 4 share the room that rank 0 has alone."""
+    monkeypatch.setattr(shard_writer, "INLINE_TOTAL_BYTES_MAX", 4_000)
+    monkeypatch.setattr(shard_writer, "count_processes", lambda: 5)
+    store = MemoryStore()
+    states = [{f"{rank}.{number}": "x" * 98 for number in range(10)} for rank in range(5)]
+    save_as_ranks(states, lambda: RemoteWriter(store))
+    manifest = manifest_json.decode(store.get(MANIFEST_KEY, limit_bytes=MiB).data)
+    assert manifest is not None
+    inline = Counter(name[0] for name in manifest.inline)
+    assert inline == {"0": 10, "1": 8, "2": 8, "3": 8, "4": 8}
+    assert len(manifest.stored) == 8
+    read = {name: "" for state in states for name in state}
+    dcp.load(read, storage_reader=RemoteReader(store))
+    assert set(read.values()) == {"x" * 98}
+
+
+def test_names_for_which_a_manifest_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save tensors whose names take more than a manifest may have: refused with the limit, and no shard is put."""
+    store = RecordingStore(MemoryStore())
+    monkeypatch.setattr(plan_table, "DOCUMENT_BYTES_MAX", 10 * KiB)
+    state = {f"layers.{number:05}.weight": torch.zeros(1) for number in range(600)}
+    with CheckpointManager(store) as checkpoints:
+        with pytest.raises(InvalidArgumentError, match="Join small tensors") as caught:
+            checkpoints.save(1, state, wait=True)
+        assert caught.value.details["limit_bytes"] == 10 * KiB
+        assert sizes_in(store) == []
+        checkpoints.save(2, dict(list(state.items())[:200]), wait=True)

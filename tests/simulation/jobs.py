@@ -43,7 +43,7 @@ from dcp_remote.format.columns import to_base64
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.keys import origin
 from dcp_remote.format.manifest import Manifest, RunInfo, TensorKind
-from dcp_remote.format.segments import segment_keys, split
+from dcp_remote.format.segments import segment_keys
 from dcp_remote.format.shard import HeaderEntry, ShardNames, header
 from dcp_remote.loading.load import load
 from dcp_remote.loading.run_handle import Run as RunHandle
@@ -78,7 +78,7 @@ from tests.simulation.invariants import (
 from tests.simulation.world import Actor, BrokenError, World
 from tests.support.manifests import Layout, build
 from tests.support.runs import thin
-from tests.support.segments import lower_segments
+from tests.support.segments import lower_segments, split
 
 # Long enough for a save with few faults, and no longer.
 SAVE_SECONDS = 60.0
@@ -142,7 +142,7 @@ def manifest_of(save_id: str, run: RunInfo, keys: Sequence[str], state: State) -
 
 def _in_segments(
     body: bytes, names: ShardNames, base: Manifest | None, *, pieces: int
-) -> tuple[Manifest, bytes, dict[str, list[Buffer]]]:
+) -> tuple[Manifest, bytes, dict[str, Sequence[Buffer]]]:
     """Return a manifest, if it is large in segments, one for each shard; its bytes, and segments to put.
 
     Segments of an earlier checkpoint are named again where they are the same.
@@ -387,9 +387,8 @@ class Trainer:
         if begun is None:
             return
         self.owner = Owner(begun.run.run_id, begun.run.token)
-        number = world.number()
+        number, base = world.number(), self._base(begun)
         label = f"{self.name}.{number}"
-        base = self._base(begun)
         state, reused = self._state(number, base)
         save = Save(
             label=label,
@@ -419,13 +418,15 @@ class Trainer:
                 if name not in reused:
                     put.append(key)
                     storing.put(key, [shard_header(name), state[name]])
+            body = manifest_of(begun.save_id, begun.run, keys, state)
+            manifest, body, segments = _in_segments(body, names, base, pieces=3 * (number % 2))
+            put += segments
+            for key, parts in segments.items():
+                storing.put(key, parts)
         except StorageError as error:
             self.run.refuse(save, error)
             storing.delete(put)  # no manifest can name them
             raise
-        body = manifest_of(begun.save_id, begun.run, keys, state)
-        manifest, body, segments = _in_segments(body, names, base, pieces=3 * (number % 2))
-        put += segments
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
@@ -434,9 +435,7 @@ class Trainer:
                 replaced[there.manifest] = there
 
         try:
-            catalog, entry = self.job.commit(
-                begun, body, size_bytes=manifest.total_bytes, deadline=deadline, segments=segments, look=look
-            )
+            catalog, entry = self.job.commit(begun, body, size_bytes=manifest.total_bytes, deadline=deadline, look=look)
         except DcpRemoteError as error:
             if not isinstance(error, CommitUnknownError):
                 self.run.refuse(save, error)

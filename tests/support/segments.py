@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.format import segments
+from dcp_remote.format.manifest import Manifest
+from dcp_remote.format.segments import Segment, draft_segments, put_segments
 from tests.support.simulated_ranks import shard
 
 
@@ -18,7 +23,44 @@ def lower_segments(pieces: int) -> Iterator[None]:
     """Write manifests in segments of so many pieces, as large checkpoints have them of 200,000."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SEGMENT_PIECES_MAX", pieces)
+        patch.setattr(segments, "SEGMENT_PIECES", max(pieces, 1))
         yield
+
+
+def split(
+    manifest: Manifest,
+    make_key: Callable[[int], str],
+    known: Mapping[bytes, str],
+    put: Callable[[str, Sequence[Buffer]], object] | None = None,
+) -> tuple[Manifest, dict[str, Sequence[Buffer]]]:
+    """Return a large manifest as an index, and its segments that are not known by key; a smaller one as it is.
+
+    Segments are given to `put` instead, if there is one.
+    """
+    tensors, pieces = manifest.tensors, manifest.pieces
+    count = int(tensors.piece_first[-1])
+    if count <= segments.SEGMENT_PIECES_MAX:
+        return manifest, {}
+    tensor = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
+    number = np.arange(len(tensor)) - tensors.chunk_first[tensor]
+    columns = tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces
+    chunks = Segment(tensor, tensors.dimensions[tensor], number, *columns, pieces.take(np.arange(count)))
+    objects: dict[str, Sequence[Buffer]] = {}
+    index = put_segments(
+        replace(
+            manifest,
+            tensors=Segment.concat([]).within(tensors),
+            pieces=pieces.take(np.arange(count, len(pieces.shard))),
+            stored=tuple(replace(item, piece_first=item.piece_first - count) for item in manifest.stored),
+        ),
+        tensors.chunks,
+        list(draft_segments(chunks, manifest.tensor_groups, np.arange(count))),
+        digests_of=lambda indices: pieces.take(indices).digests,
+        make_key=make_key,
+        known=known,
+        put=put or objects.__setitem__,
+    )
+    return index, {key: objects[key] for key in index.shards.keys if key in objects}
 
 
 def shard_state(state: dict[str, Any], ranks: int) -> list[dict[str, Any]]:

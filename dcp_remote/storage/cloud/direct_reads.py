@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 from dcp_remote.common.hedging import LatencyTracker
 from dcp_remote.common.threads import CallOnce, Workers
 from dcp_remote.common.units import KiB
+from dcp_remote.storage.cloud.errors import is_slow_down
 from dcp_remote.storage.cloud.tls_stream import ByteStream, StreamConnection, do_nothing
 from dcp_remote.storage.request_context import remaining_seconds, require_may_write, writes_nothing
 
@@ -46,7 +47,7 @@ Outcome: TypeAlias = Literal["direct", "failed", "skipped"]
 _FAILED_MAX = 3
 _PAUSE_SECONDS = 60.0
 
-# Busy answers in a row after which obstore reads one range.
+# Busy answers in a row, but for the store's own "SlowDown", after which obstore reads one range.
 _BUSY_MAX = 2
 
 # Servers close idle connections; one that was idle for longer than this is probably closed.
@@ -173,9 +174,9 @@ class DirectReads:
                     return self._read(kept, request)
             context = self._get_context(verify=verify) if url.startswith("https:") else None
             return self._read(request.make_connection(context), request)
-        except BusyError:
+        except BusyError as error:
             with self._lock:
-                self._busy_in_a_row += 1
+                self._busy_in_a_row += not is_slow_down(error)
             raise
         except TimeoutError:
             if not remaining_seconds():

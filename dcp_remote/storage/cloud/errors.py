@@ -1,6 +1,6 @@
 """Errors of obstore and botocore, translated into errors of this package by what a caller can do about them.
 
-Exceptions are mapped by class (`ERROR_CLASSES`), answers by status and error code (`classify_answer`). obstore has one
+Exceptions are mapped by class (`ERROR_CLASSES`), answers by status and code (`make_answer_error`). obstore has one
 class, `GenericError`, for timeouts, refused connections, 5xx, redirects and other failures; of its text, which is for
 people, only the error code counts that it quotes, and some codes are final (`translate`). Where the store gave no code
 and the difference matters, `diagnosis` asks the store once more, by a request that shows status and error code.
@@ -186,19 +186,17 @@ def classify_error(error: BaseException) -> ErrorClass:
     return StorageError
 
 
-def classify_answer(status: int, code: str = "") -> type[StorageError]:
-    """Return this package's class for an answer: by its HTTP status (0: unknown), and S3's error code."""
-    if code in _FINAL:
-        return StorageError
-    default = TransientStorageError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else StorageError
-    return _CLASSES_BY_CODE.get(code) or _CLASSES_BY_STATUS.get(status, default)
-
-
 def make_answer_error(
     status: int, code: str, *, verb: str, url: str, cause: str = "", condition: Condition = "any"
 ) -> StorageError:
-    """Return the error of this package for an answer of S3; `cause` has no secrets, `condition` is that of a put."""
-    error_class = classify_answer(status, code)
+    """Return the error of this package for an answer of S3, by its status (0: unknown) and error code.
+
+    `cause` has no secrets, `condition` is that of a put.
+    """
+    default = TransientStorageError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else StorageError
+    error_class = _CLASSES_BY_CODE.get(code) or _CLASSES_BY_STATUS.get(status, default)
+    if code in _FINAL:
+        error_class = StorageError
     is_missing = status == HTTPStatus.NOT_FOUND and code != NO_SUCH_BUCKET_CODE
     # 409: another conditional write of this key is in progress. 404: a swap of an object that does not exist.
     if (condition != "any" and status == HTTPStatus.CONFLICT) or (condition not in ("any", "absent") and is_missing):
@@ -271,6 +269,11 @@ def _details(**details: str) -> dict[str, str]:
 def find_error_code(text: str) -> str | None:
     """Return the error code of the store's answer that a text quotes; None if it quotes none."""
     return first_match(r"<Code>(\w{1,64})</Code>", text)
+
+
+def is_slow_down(error: Exception) -> bool:
+    """Return whether the store itself said that it takes no more requests for now, and so no gateway before it."""
+    return (find_error_code(str(error)) or "").startswith("SlowDown")
 
 
 def _add_advice(what: str, code: str) -> str:

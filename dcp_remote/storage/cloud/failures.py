@@ -22,6 +22,7 @@ from dcp_remote.storage.cloud.errors import (
     classify_error,
     find_error_code,
     get_safe_cause,
+    is_slow_down,
     translate,
 )
 from dcp_remote.storage.cloud.provider import FAILURES, Provider
@@ -73,8 +74,8 @@ def _explain(error: Exception, failure: CloudError, request: FailedRequest, prov
     if classify_error(error) is TransientStorageError:
         if (shortage := find_shortage()) is not None:  # a diagnosis would lack a descriptor, and blame the endpoint
             return TransientStorageError(shortage, **failure.details)
-        if not remaining_seconds():
-            return failure  # the deadline has passed: a diagnosis would be too late
+        if not remaining_seconds() or is_slow_down(error):
+            return failure  # a diagnosis would be too late, or one request more of each rank to an overloaded store
         found = provider.diagnose(request.prefix, listing=verb == "list", reuse=True)
         if found is not None and request.is_conditional:
             # The diagnosis shows the bucket of a moment later, not the outcome of this PUT: keep it unknown.

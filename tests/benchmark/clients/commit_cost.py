@@ -234,8 +234,14 @@ def commit(layout: Layout, planned: Planned, save: int) -> Cost:
         parts: list[tuple[SentReport, RankFigures]] = [(own, figures[0]), *map(pickle.loads, sent)]
     with cost.timed("assemble"):
         reports = [report for report, _ in parts]
-        manifest, body, segments = assemble_manifest(
-            planned, reports, url=URL, save_id=f"{save:032x}", segment_names=ShardNames(0)
+        segment_bytes: list[int] = []
+        manifest, body = assemble_manifest(
+            planned,
+            reports,
+            url=URL,
+            save_id=f"{save:032x}",
+            segment_names=ShardNames(0),
+            put=lambda _, parts: segment_bytes.append(sum(map(len, parts))),
         )
     with cost.timed("orphans"):
         assert not find_orphaned_shards(manifest, reports)
@@ -243,9 +249,9 @@ def commit(layout: Layout, planned: Planned, save: int) -> Cost:
         combine(
             [of_rank for _, of_rank in parts], step=save, save_id=manifest.save_id, total_bytes=manifest.total_bytes
         )
-    cost.manifest_bytes = len(body) + sum(len(data) for segment in segments.values() for data in segment)
+    cost.manifest_bytes = len(body) + sum(segment_bytes)
     cost.peak_bytes = _status_bytes("VmHWM") - before
-    del parts, figures, reports, manifest, body, segments
+    del parts, figures, reports, manifest, body
     cost.kept_bytes = _used_bytes() - before
     return cost
 

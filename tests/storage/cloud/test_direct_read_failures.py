@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dcp_remote.storage.cloud.store import CloudStore
 from dcp_remote.storage.retrying import RetryingStore
 from tests.benchmark.server.certificates import make_certificates
 from tests.storage.cloud.range_server import range_server
-from tests.support.clouds import is_direct, open_s3
+from tests.support.clouds import error_body, is_direct, open_s3
 from tests.support.scripted_server import HttpAnswer, HttpRequest, scripted_server
 
 DATA = bytes(range(256)) * 16 * KiB  # 4 MiB
@@ -115,6 +116,24 @@ def test_a_busy_store_does_not_pause_direct_reads() -> None:
                 store.get_into("key", 0, memoryview(bytearray(100)))
         assert sum(map(is_direct, (request.path for request in server.requests))) == 21  # with the diagnosis
         assert len(server.requests) == 31
+
+
+def test_a_store_that_refuses_for_a_while_does_not_pause_direct_reads() -> None:
+    """Let the store say "SlowDown" to two direct reads of each range: the third is direct again, and so are all."""
+    refused: Counter[str] = Counter()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        asked = request.headers["range"]
+        refused[asked] += 1
+        if is_direct(request.path) and refused[asked] <= 2:
+            return HttpAnswer(503, error_body("SlowDown"))
+        return HttpAnswer(206, b"x" * 100, {"Content-Range": f"{asked.replace('=', ' ')}/1000", "ETag": '"1"'})
+
+    with scripted_server(answer) as server:
+        store = RetryingStore(open_s3(server.endpoint_url), Deadline(60, Clock(sleep=lambda _: None)))
+        for start in range(5):
+            store.get_into("key", start, memoryview(bytearray(100)))
+        assert [is_direct(request.path) for request in server.requests] == [True] * 15
 
 
 def test_a_gateway_that_is_busy_for_signed_urls_alone() -> None:

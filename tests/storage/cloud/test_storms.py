@@ -47,6 +47,22 @@ def test_a_storm_is_refused_little(storm: Callable[..., Storm]) -> None:
     assert after.now_seconds < 1.15 * before.now_seconds
 
 
+@pytest.mark.parametrize("size", [300, 1000, 2000])
+def test_a_storm_of_fewer_ranks_is_refused_little(size: int) -> None:
+    """Begin with a job whose ranks each have several requests in flight: a refused one is not followed at once.
+
+    Compared with ranks that each begin as if they were alone.
+    """
+    rates = Prefixes(1, 5500 * 100 / size), Prefixes(1, 5500 * 100 / size)
+    before, after = (
+        Storm(100, 32, rate, seconds=0.13, processes=told).run() for rate, told in zip(rates, (1, size), strict=True)
+    )
+    assert after.taken == before.taken
+    assert after.refused < before.refused / 2
+    assert after.peak < before.peak / 2
+    assert after.now_seconds < before.now_seconds
+
+
 def test_no_request_fails_in_a_long_storm() -> None:
     """Read 150 ranges on each rank, for 270 s at least: each waits for less than the time for which it is repeated."""
     after = Storm(RANKS, 150, Prefixes(1, GETS), seconds=0.13, processes=10_000).run()
