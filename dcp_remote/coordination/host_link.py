@@ -215,7 +215,7 @@ class HostLink:
         self._order(partial(self._end, key))
 
     def share(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return a document that one rank of this host fetches for all that want it; from any thread.
+        """Return a document that one rank of this host fetches for all; from any thread. See `host_documents`.
 
         Waits for five seconds at most for another rank. `fetch` is called at once where this rank is alone, and where
         it has begun no round yet.

@@ -13,6 +13,7 @@ shards are copied under other names, and where other keys are dropped.
 from __future__ import annotations
 
 import binascii
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,8 +42,9 @@ SEGMENT_PIECES_MAX = 200_000
 # 56 million pieces.
 SEGMENT_PIECES = 50_000
 
-# Segments that are encoded and put at a time: 5 MB each.
+# Segments that are put at a time, and that are encoded at a time: other threads wait for the interpreter meanwhile.
 _SEGMENTS_IN_FLIGHT = 16
+_SEGMENTS_ENCODED = 2
 
 # What follows the digests in the document of a segment.
 _END = b'"}}'
@@ -189,7 +191,7 @@ def put_segments(
 ) -> Manifest:
     """Put segments, and return the index, which is the manifest with their shards and their pieces.
 
-    A few are in memory at a time; some threads encode and put one each.
+    A few are in memory at a time.
 
     Args:
         manifest: Manifest without chunks.
@@ -201,12 +203,14 @@ def put_segments(
         put: Puts an object of these buffers under a key.
     """
     unused = dict(known)  # two segments of equal bytes are two objects
+    turns = threading.Semaphore(_SEGMENTS_ENCODED)
 
     def put_one(nth: int) -> tuple[Shards, Pieces]:
         draft, decompress = drafts[nth], zstandard.ZstdDecompressor().decompress
-        pieces = np.frombuffer(decompress(draft.pieces), dtype=np.int64).cumsum()
-        digests = binascii.b2a_base64(digests_of(pieces), newline=False)
-        data = seal(b"".join([decompress(draft.document).removesuffix(_END), digests, _END]))
+        with turns:
+            pieces = np.frombuffer(decompress(draft.pieces), dtype=np.int64).cumsum()
+            digests = binascii.b2a_base64(digests_of(pieces), newline=False)
+            data = seal(b"".join([decompress(draft.document).removesuffix(_END), digests, _END]))
         front, shard, piece = _make_shard(data, number=len(manifest.shards.keys) + nth)
         key = unused.pop(piece.digests, None)
         if key is None:
@@ -234,7 +238,7 @@ def put_segments(
 def _group_chunks(chunks: Segment, groups: I64) -> list[I64]:
     """Return the indices of the chunks of each segment, ascending.
 
-    Chunks are taken by top-level key, then by the shard of their first piece.
+    Chunks are taken by top-level key, then by the shard of their first piece; the segments of a key are about equal.
     """
     group = groups[chunks.tensor]
     # A chunk without pieces goes with its neighbor.
@@ -245,7 +249,9 @@ def _group_chunks(chunks: Segment, groups: I64) -> list[I64]:
     before = group_offsets(np.maximum(chunks.counts[order], 1))[starts]
     # Pieces of the group before each shard.
     before -= np.maximum.accumulate(np.where(is_first[starts], before, 0))
-    is_new = is_first[starts] | (np.diff(before // SEGMENT_PIECES, prepend=0) != 0)
+    pieces = np.bincount(group, np.maximum(chunks.counts, 1))
+    size = pieces / np.maximum(np.round(pieces / SEGMENT_PIECES), 1)
+    is_new = is_first[starts] | (np.diff(before // size[group[order[starts]]], prepend=0) != 0)
     return [np.sort(numbers, kind="stable") for numbers in np.split(order, starts[is_new][1:])]  # of few ascending runs
 
 

@@ -78,8 +78,9 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
             collective.gather(None, len)  # ranks come at different times from their connections
             began_seconds = time.monotonic()
             collective.gather(None, len)
-            slow = check_round(time.monotonic() - began_seconds, world_size) if rank == 0 else None
-            report["checks"] += [{"name": "key-value store", **slow._asdict()}] if slow is not None else []
+            seconds = time.monotonic() - began_seconds
+            if rank == 0 and seconds > _ROUND_SECONDS_MAX:
+                report["checks"].append({"name": "key-value store", **describe_wait(seconds, world_size)._asdict()})
             return collective.gather(report, list)
     except StorageError as error:  # whose advice is for saves
         node = f"rank N is on node N // {os.environ.get('LOCAL_WORLD_SIZE', '1')} of torchrun"
@@ -89,17 +90,14 @@ def exchange_reports(report: dict[str, Any], *, arrival_seconds: float = _ARRIVA
         group.close(_STORE_SECONDS)
 
 
-def check_round(seconds: float, world_size: int) -> Finding | None:
-    """Warn if the ranks have waited long for each other once, although all were there."""
-    if seconds <= _ROUND_SECONDS_MAX:
-        return None
+def describe_wait(seconds: float, world_size: int) -> Finding:
+    """Describe a wait of the ranks for each other that took long, although all were there."""
     return Finding(
         "warn",
-        f"{format_count(world_size, 'rank')} waited {seconds:.1f} s for each other once, and at most "
-        f"{_ROUND_SECONDS_MAX:g} s are well",
-        "A save does so three times, a restore five times. Give the process at MASTER_ADDR, rank 0 or its torchrun, a "
-        "core of its own, and a name service that answers at once; or raise arrival_seconds of the manager to ten such "
-        "waits.",
+        f"one wait of {format_count(world_size, 'rank')} for each other took {seconds:.1f} s, limit "
+        f"{_ROUND_SECONDS_MAX:g} s",
+        "A save waits three times, a restore five. Give the process at MASTER_ADDR, which is rank 0 or its torchrun, a "
+        "core of its own and a name service that answers at once, or raise arrival_seconds to ten such waits.",
     )
 
 

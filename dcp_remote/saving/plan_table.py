@@ -10,11 +10,12 @@ written by the holder with the lowest rank.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import zstandard
@@ -67,6 +68,11 @@ class PlanTable:
     kinds: tuple[tuple[TensorKind, int], ...]  # distinct kinds, each with its bytes per element
     value_digests: NDArray[np.uint32]  # digest of each value; 0 for one that is not compared. Empty if none is
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle compressed columns; those that most ranks have alike are unpacked once for all of them."""
+        form = self.packed_names, self.is_object, self.role, self.kind, self.dimensions, self.shapes, self.kinds
+        return _unpack, (_pack(form), _pack(self.sizes), _pack(self.offsets), self.value_digests)
+
     def take(self, items: I64) -> PlanTable:
         """Return the table of these items, among which are all values."""
         if len(items) == len(self.kind):
@@ -83,6 +89,12 @@ class PlanTable:
             offsets=self.offsets[values],
             sizes=self.sizes[values],
         )
+
+
+def _unpack(form: bytes, sizes: bytes, offsets: bytes, value_digests: NDArray[np.uint32]) -> PlanTable:
+    names, is_object, role, kind, dimensions, shapes, kinds = _load_shared(form)
+    own = _load(offsets), _load_shared(sizes)
+    return PlanTable(names, is_object, role, kind, dimensions, shapes, *own, kinds, value_digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +130,18 @@ class Arrangement:
 
 def pack_names(names: Sequence[str], flatten: Flatten) -> bytes:
     """Pack names and flatten mapping. Equal on most ranks, so that the coordinator unpacks only a few."""
-    return zstandard.ZstdCompressor().compress(pickle.dumps((names, flatten)))
+    return _pack((names, flatten))
+
+
+def _pack(value: object) -> bytes:
+    return zstandard.ZstdCompressor().compress(pickle.dumps(value))
+
+
+def _load(packed: bytes) -> Any:
+    return pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
+
+
+_load_shared = functools.lru_cache(maxsize=64)(_load)
 
 
 def arrange(
@@ -200,7 +223,7 @@ class _Names:
         others: dict[str, tuple[str | int, ...]] = {}
         seen: dict[bytes, I64] = {}
         for packed in dict.fromkeys(table.packed_names for table in tables):
-            names, flatten = pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
+            names, flatten = _load(packed)
             seen[packed] = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
             own = frozenset(names)
             for name, path in flatten.items():
@@ -465,7 +488,7 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
 
 
 def _require_room(names: _Names) -> None:
-    """Refuse names that take more than a manifest may have: it has each twice, once of them with its path."""
+    """Refuse names that take more than a manifest may have, which has them once alone, and once with their paths."""
     bytes_min = sum(map(len, itertools.chain(names.numbers, names.flatten)))
     if bytes_min > DOCUMENT_BYTES_MAX:
         raise InvalidArgumentError(

@@ -124,7 +124,7 @@ def test_ranks_fetch_for_themselves_while_another_is_stopped(host: Host) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_leader_that_is_struck(host: Host, number: signal.Signals) -> None:  # noqa: F811
-    """A rank that fetches for the others under a leader that is killed does so under the next one."""
+    """Kill the leader while another rank fetches: the next one leads. Stop the leader: each rank fetches for itself."""
     leader, first, *others = host.link(1, 2, 3, 4)
     want("key", [first])
     wait_until(lambda: fetchers("key", [first]) == [first])
@@ -135,12 +135,11 @@ def test_a_leader_that_is_struck(host: Host, number: signal.Signals) -> None:  #
     else:
         wait_until(lambda: fetchers("key", others) == others)
         leader.signal(signal.SIGCONT)
-    for one in fetchers("key", [first, *others]):
-        one.call(Rank.fetched, "key", b"data")
-    wait_until(lambda: [one.call(Rank.fetches_now, "key") for one in others].count(True) < 3)
-    for one in others:
+    for one in (first, *others):
         one.call(Rank.fetched, "key", b"data")
     assert documents("key", [first, *others]) == [b"data"] * 3
+    # The next leader does not know who fetches already.
+    assert len(fetchers("key", [first, *others])) <= (2 if number == signal.SIGKILL else 3)
 
 
 def test_a_document_that_is_too_large_to_be_kept(host: Host) -> None:  # noqa: F811

@@ -174,12 +174,17 @@ def test_equal_segments_are_named_again() -> None:
 
 def test_few_segments_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment is encoded when another one has been put."""
-    lock, counts = threading.Lock(), {"now": 0, "most": 0, "all": 0}
+    lock, counts = threading.Lock(), {"now": 0, "most": 0, "all": 0, "encoding": 0}
 
     def count(text: bytes) -> bytes:
         with lock:
             counts["now"] += 1
             counts["most"], counts["all"] = max(counts["most"], counts["now"]), counts["all"] + 1
+            counts["encoding"] += 1
+            assert counts["encoding"] <= 2
+        time.sleep(0.0001)
+        with lock:
+            counts["encoding"] -= 1
         return seal(text)
 
     def put(_: str, __: Sequence[Buffer]) -> None:

@@ -72,13 +72,12 @@ def test_tensors_that_are_cut_alike() -> None:
         {f"w{number}": part for number in range(9)} | {"v": other, "a": torch.ones(2), "b": torch.ones(2)}
         for part, other in zip(parts, others, strict=True)
     ]
-    states[0]["step"] = 1
+    states[0]["step"] = torch.ones(())
     proposals = [proposal(state) for state in states]
     plans, arrangement = arranged(proposals)
     require_consistent(states, plans, arrangement.planned)
     assert described(arrangement.planned) == described(torchs(proposals)[1])
     assert len(arrangement.planned.tensors.chunk_offsets) == 2 * (2 * ranks + ranks) + 1 + 1
-    assert {tuple(plan.items[n].index.fqn for n in range(len(plan.items))) for plan in plans if len(plan.items) > 19}
 
 
 def torchs(proposals: Sequence[Proposal]) -> tuple[list[SavePlan], Planned]:

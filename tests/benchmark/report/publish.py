@@ -28,6 +28,7 @@ from tests.benchmark.report.tables import (
     many_table,
     resharding_table,
     scale_table,
+    storm_table,
     tiny_table,
     training_table,
     transfer_table,
@@ -39,8 +40,8 @@ BEGIN, END = "<!-- bench: written by `python -m tests.benchmark.report.publish` 
 
 RESULTS, TABLES, CHART = "results.json", "RESULTS.md", "results.png"
 
-# Runs of many ranks, by `tests.scale.publish`.
-SCALE = FOLDER / "scale.json"
+# Runs of many ranks, and of their requests at a store that refuses some, by `tests.scale.publish`.
+SCALE, STORM = FOLDER / "scale.json", FOLDER / "storm.json"
 
 # Sections that compare no clients by save and load.
 _TABLES = {BUSY: busy_table, TRAINING: training_table, RESHARDING: resharding_table, MANY: many_table, TINY: tiny_table}
@@ -65,6 +66,7 @@ def document(results: Results) -> str:
     failed = failures(results)
     parts += ["## Failures", failed] if failed else []
     parts += ["## Many ranks", scale_table(json.loads(SCALE.read_text(encoding="utf-8")))]
+    parts += [storm_table(json.loads(STORM.read_text(encoding="utf-8")))]
     return "\n\n".join(parts) + "\n"
 
 

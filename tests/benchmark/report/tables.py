@@ -287,6 +287,27 @@ def scale_table(runs: Sequence[dict[str, Any]]) -> str:
     return f"{told}\n\n" + _table(titles, rows)
 
 
+def storm_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the table of what ranks that begin at once send to a store that answers 503 above a rate."""
+    told = (
+        "Ranks that all begin in one second, each a store with its throttle, and a server that answers 503 above S3's "
+        "rates (3,500 PUTs, 5,500 GETs a second; one prefix), scaled as the ranks are (`make storm`). In each cell: "
+        "requests refused for each that is answered; those sent in the busiest second, as a multiple of the rate; "
+        "seconds, and in brackets those that the rate alone takes. None failed."
+    )
+    titles = ("", *(f"{one['job_ranks']:,} ranks, as {one['ranks']} of {one['requests']} requests" for one in runs))
+    rows = []
+    for phase in runs[0]["phases"]:
+        found = [run["phases"][phase] for run in runs]
+        cells = [
+            f"{one['refused_per_answered']:.1f}, {one['peak_per_second'] / one['rate']:.0f} times, "
+            f"{one['seconds']:.0f} s ({one['ideal_seconds']:.0f} s)"
+            for one in found
+        ]
+        rows.append((phase, *cells))
+    return f"{told}\n\n" + _table(titles, rows)
+
+
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
