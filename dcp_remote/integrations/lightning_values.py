@@ -59,9 +59,6 @@ def _plain_hyperparameter(name: str, value: Any) -> Any:
 
 def metrics_of(trainer: Any) -> dict[str, float]:
     """Return the numbers that were logged, without those that are not finite."""
-    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if _is_number(value)}
+    logged = trainer.callback_metrics.items()
+    numbers = {name: float(value) for name, value in logged if getattr(value, "numel", lambda: 1)() == 1}
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
-
-
-def _is_number(value: Any) -> bool:
-    return getattr(value, "numel", lambda: 1)() == 1

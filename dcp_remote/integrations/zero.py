@@ -149,7 +149,12 @@ def read_layout(engine: Any) -> Layout:
     optimizer, names = engine.optimizer, names_of(engine.module)
     kind = type(optimizer)
     if kind is DeepSpeedZeroOptimizer_Stage3:
-        _require_one_optimizer(optimizer)
+        if getattr(optimizer, "partial_offload", 1.0) < 1.0:
+            raise InvalidArgumentError(
+                "Partial offload, whose states are in two optimizers, is not supported. Set offload_optimizer.ratio "
+                "to 1.",
+                ratio=optimizer.partial_offload,
+            )
         return _read_stage3(engine.module, optimizer, names)
     if kind is DeepSpeedZeRoOffload:
         parameters = list(engine.module.parameters())
@@ -165,14 +170,6 @@ def read_layout(engine: Any) -> Layout:
         "ZenFlow and SuperOffload are not. Save to a local folder with DeepSpeed's own checkpoints.",
         optimizer=f"{kind.__module__}.{kind.__qualname__}",
     )
-
-
-def _require_one_optimizer(optimizer: Any) -> None:
-    if getattr(optimizer, "partial_offload", 1.0) < 1.0:
-        raise InvalidArgumentError(
-            "Partial offload, whose states are in two optimizers, is not supported. Set offload_optimizer.ratio to 1.",
-            ratio=optimizer.partial_offload,
-        )
 
 
 def _read_stage3(module: nn.Module, optimizer: Any, names: dict[int, list[str]]) -> Layout:

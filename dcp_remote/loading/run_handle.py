@@ -208,8 +208,7 @@ class Run:
         """Wait until the newest checkpoint is above a step; return it, or None if there is none in time.
 
         The run need not have begun. A job that goes back to an older checkpoint has no newer one until it is past this
-        step again. While the store does not answer, the wait goes on, and a line every half minute says so. Ctrl-C ends
-        the wait.
+        step again. While the store does not answer, the wait goes on, and a line says so. Ctrl-C ends the wait.
 
         Costs a GET of the catalog per look: at once, after each pause, and at the deadline (120 an hour by default).
 

@@ -1,14 +1,12 @@
-"""Progress of a save, restore, import or export: a line on a terminal or in a notebook, log records, or calls.
+"""Progress of a save, restore, import or export: a bar of tqdm on a terminal, log records, or calls.
 
-Where tqdm is loaded (torch loads it if it is installed), tqdm draws the line, below the bars of the training loop.
-Otherwise, and in a notebook, the line needs only carriage returns and spaces. The cursor always returns to the first
-column, so that other output begins there, over the line and not behind it.
+torch loads tqdm if it is installed; its bar stands below those of the training loop. The cursor always returns to the
+first column, so that other output begins there, over the bar and not behind it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -33,19 +31,8 @@ _REDRAW_SECONDS = 0.1
 _CALL_SECONDS = 1.0
 _LOG_SECONDS = 60.0
 
-# Earlier, too few bytes have moved for a rate.
-_RATE_FROM_SECONDS = 1.0
-
-# Width of a terminal that does not tell its width.
-_COLUMNS = 80
-# The longest that fits is taken; only three lengths, so that the bar does not change its length with each redraw.
-_BAR_COLUMNS = (30, 20, 10)
-
 # Limit of waiting for a thread that draws, because the user may have stopped the terminal with Ctrl-S.
 _LAST_LINE_SECONDS = 1.0
-
-# Module of the streams that replace `sys.stdout` and `sys.stderr` in a notebook's process.
-_NOTEBOOK_STREAMS = "ipykernel.iostream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +74,7 @@ def start_progress(
     """Return the progress of a save or restore; call `begin` when its step is known.
 
     Args:
-        setting: False shows nothing, True draws a line or logs, a function is called instead.
+        setting: False shows nothing, True draws a bar or logs, a function is called instead.
         what: Operation.
         is_coordinator: False on the other ranks, which show nothing.
         out: Stream to draw on; None for standard error.
@@ -101,32 +88,28 @@ def start_progress(
 
 
 def can_redraw(out: TextIO | None) -> bool:
-    """Return whether a line can be redrawn: the stream is the process's own and a terminal, or a notebook's.
+    """Return whether a line can be redrawn: tqdm is loaded, and the stream is the process's own and a terminal.
 
-    Other replacements of `sys.stderr`, such as those of rich and test runners, expect whole lines.
+    Replacements of `sys.stderr`, such as those of notebooks, rich and test runners, expect whole lines.
     """
     try:
         is_own = any(out is own for own in (sys.__stderr__, sys.__stdout__))
-        return out is not None and ((is_own and out.isatty()) or _is_notebook(out))
+        return "tqdm" in sys.modules and out is not None and is_own and out.isatty()
     except ValueError:  # closed
         return False
-
-
-def _is_notebook(out: TextIO | None) -> bool:
-    return type(out).__module__ == _NOTEBOOK_STREAMS
 
 
 class Progress:
     """Progress of one save or restore on this rank. Call `close`, or use the object as a context manager.
 
-    Any thread may call `add` and `tell`; the caller's thread draws the line, at most ten times a second. Neither
+    Any thread may call `add` and `tell`; the caller's thread draws the bar, at most ten times a second. Neither
     raises: nothing more is written to a terminal that was closed or failed.
 
     Args:
         what: Operation under way, in a few words: `saving step 1000`.
         total_bytes: Bytes to be moved; None if unknown.
         out: Stream to draw on, usually standard error.
-        is_terminal: True if a line can be redrawn there (`can_redraw`); otherwise a line is logged per minute.
+        is_terminal: True if a bar can be drawn there (`can_redraw`); otherwise a line is logged per minute.
         is_silent: True to draw and log nothing but the last line.
         clock: Monotonic clock, in seconds.
     """
@@ -141,12 +124,10 @@ class Progress:
         is_silent: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without a line; the first one is drawn by `add` or `tell`."""
+        """Begin without a bar, which is drawn by `add` or `tell`."""
         self._what = escape_unprintable(what)
         self._total_bytes = total_bytes
         self._out = out if is_terminal else None
-        # In a notebook, the cursor movements of tqdm's bars on a terminal would be shown as text.
-        self._tqdm: Any = None if _is_notebook(out) else getattr(sys.modules.get("tqdm"), "tqdm", None)
         self._bar: Any = None
         self._function: Callable[[ProgressReport], object] | None = None
         self._operation: Operation = "save"
@@ -157,7 +138,6 @@ class Progress:
         self._next_seconds = self._began_seconds + (_LOG_SECONDS if self._out is None else 0.0)
         self._done_bytes = 0
         self._others = ""
-        self._drawn_columns = 0
         self._closed = threading.Event()
         self._counting = threading.Lock()
         self._drawing = threading.Lock()
@@ -197,7 +177,7 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the line, unless `close` has left a last one."""
+        """Remove the bar, unless `close` has left a last line."""
         self.close()
 
     def add(self, size_bytes: int) -> None:
@@ -213,7 +193,7 @@ class Progress:
         self._show()
 
     def close(self, last_line: str | None = None) -> None:
-        """Remove the line; later calls of any method do nothing.
+        """Remove the bar; later calls of any method do nothing.
 
         Args:
             last_line: Text that stays on the terminal and is logged at INFO; None for none, as after an error.
@@ -243,9 +223,8 @@ class Progress:
             out = self._out
             interval_seconds = _REDRAW_SECONDS if out is not None else _LOG_SECONDS
             self._next_seconds = now + (interval_seconds if self._function is None else _CALL_SECONDS)
-            parts = self._parts(now - self._began_seconds)
         if out is None and self._function is None:
-            logger.info("%s: %s", self._what, ", ".join(parts))
+            logger.info("%s: %s", self._what, self._describe(now - self._began_seconds))
         # Other threads do not wait for the one that draws, because they have bytes to move.
         elif self._drawing.acquire(blocking=False):
             try:
@@ -253,11 +232,8 @@ class Progress:
                     return
                 if self._function is not None:
                     self._call(self._done_bytes)
-                elif out is not None:
-                    columns = _columns(out)
-                    self._write(
-                        self._draw, _line(self._what, ", ".join(parts), self._share(), columns=columns), columns
-                    )
+                else:
+                    self._write(self._draw)
             finally:
                 self._drawing.release()
 
@@ -272,24 +248,17 @@ class Progress:
             logger.exception("The progress function failed, and is not called any more in this %s.", self._operation)
             self._function, self._is_silent = None, True
 
-    def _share(self) -> float | None:
-        if self._total_bytes is None:
-            return None
-        return min(1.0, self._done_bytes / self._total_bytes) if self._total_bytes else 1.0
-
-    def _parts(self, elapsed_seconds: float) -> list[str]:
-        share, done = self._share(), self._done_bytes
-        if share is None:
-            parts = [human_bytes(done)]
-        else:
-            # Rounded down, so that 100% means all bytes.
-            parts = [f"{int(100 * share)}% of {human_bytes(self._total_bytes or 0)}"]
-        if done and elapsed_seconds >= _RATE_FROM_SECONDS:
+    def _describe(self, elapsed_seconds: float) -> str:
+        total, done = self._total_bytes, self._done_bytes
+        # Rounded down, so that 100% means all bytes.
+        share = min(100, 100 * done // total) if total else 100
+        parts = [human_bytes(done) if total is None else f"{share}% of {human_bytes(total)}"]
+        if done:
             rate = done / elapsed_seconds
             parts.append(f"{human_bytes(round(rate))}/s")
-            if self._total_bytes is not None and done < self._total_bytes:
-                parts.append(f"{human_seconds((self._total_bytes - done) / rate)} left")
-        return [*parts, self._others] if self._others else parts
+            if total is not None and done < total:
+                parts.append(f"{human_seconds((total - done) / rate)} left")
+        return ", ".join([*parts, self._others] if self._others else parts)
 
     def _write(self, act: Callable[..., None], *args: Any) -> None:
         """Call a function that writes to the terminal; write no more if it raises."""
@@ -300,46 +269,22 @@ class Progress:
             except Exception:  # noqa: BLE001  # a terminal that is gone must not fail a save, whatever it raises
                 self._out = None
 
-    def _draw(self, out: TextIO, text: str, columns: int) -> None:
-        if self._tqdm is None:
-            # Spaces cover the rest of the last line, unless the terminal was made narrower.
-            out.write(f"\r{text.ljust(min(self._drawn_columns, columns - 1))}\r")
-            self._drawn_columns = len(text)
-            return
+    def _draw(self, out: TextIO) -> None:
+        total, done = self._total_bytes, self._done_bytes
         if self._bar is None:
-            self._bar = self._tqdm(desc=text, bar_format="{desc}", file=out, leave=False)
-        else:
-            self._bar.set_description_str(text)
+            self._bar = sys.modules["tqdm"].tqdm(
+                desc=self._what, total=total, unit="B", unit_scale=True, unit_divisor=1024, file=out, leave=False
+            )
+        self._bar.total, self._bar.n = total, done if total is None else min(done, total)
+        self._bar.set_postfix_str(self._others)
         out.write("\r")
 
-    def _erase(self, out: TextIO) -> None:
+    def _erase(self, _out: TextIO) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif self._drawn_columns:
-            self._draw(out, "", _columns(out))
 
     def _print(self, out: TextIO, text: str) -> None:
-        if self._tqdm is None:
-            out.write(text + "\n")
-        else:
-            self._tqdm.write(text, file=out)
-
-
-def _line(what: str, rest: str, share: float | None, *, columns: int) -> str:
-    """Return `saving step 1000 [####....] 50% of …`, shorter than `columns`: a wrapped line cannot be redrawn."""
-    free_columns = columns - 1 - len(f"{what} [] {rest}")
-    bar_columns = next((length for length in _BAR_COLUMNS if length <= free_columns), None)
-    if share is None or bar_columns is None:
-        return f"{what}: {rest}"[: columns - 1]
-    filled = int(share * bar_columns)
-    return f"{what} [{'#' * filled}{'.' * (bar_columns - filled)}] {rest}"
-
-
-def _columns(out: TextIO) -> int:
-    try:
-        return os.get_terminal_size(out.fileno()).columns or _COLUMNS
-    except (AttributeError, OSError, ValueError):
-        return _COLUMNS
+        sys.modules["tqdm"].tqdm.write(text, file=out)
 
 
 def _is_logged_to(out: TextIO | None) -> bool:

@@ -65,7 +65,7 @@ def training_state(
     """
     own_states = random_states if isinstance(random_states, RandomStates) else RandomStates()
     parts: dict[str, Any] = {
-        "model": _each(model, _as_model),
+        "model": _each(model, lambda value: ModelState(_require(value, nn.Module, "model"))),
         "optim": _optimizer_states(optimizer, _named(model)),
         "scheduler": _each(scheduler, partial(_require_stateful, what="scheduler")),
         **{f"loader.{name}" if name else "loader": _as_loader(value) for name, value in _named(loader).items()},
@@ -112,10 +112,6 @@ def _each(values: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(values, Sequence):
         return [convert(value) for value in values]
     return None if values is None else convert(values)
-
-
-def _as_model(value: Any) -> ModelState:
-    return ModelState(_require(value, nn.Module, "model"))
 
 
 def _as_average(value: Any) -> Any:

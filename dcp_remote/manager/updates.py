@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Updates:
         self._is_called = False
         self._owned: dict[int, set[int]] = {}  # `id`s of storages in the last state, by that of their optimizer
         self._late: weakref.ref[LateCopies] | None = None
-        _all.add(self)
+        self._pid = os.getpid()
 
     def watch(self, optimizer: object) -> None:
         """Let each `step` of an optimizer wait for the copies of what it changes; a second call does nothing.
@@ -74,7 +74,7 @@ class Updates:
         owned: dict[int, list[torch.Tensor]] = {}
         self._owned = {}
         for optimizer in filter(None, (each() for each in self._optimizers.values())):
-            tensors = list(_tensors_of_optimizer(optimizer))
+            tensors = list(tensors_of([[group["params"] for group in optimizer.param_groups], dict(optimizer.state)]))
             # As of now: a parameter may get other memory before the step, as by `Module.to`.
             self._owned[id(optimizer)] = set(map(_storage_id, tensors))
             for tensor in tensors:
@@ -109,27 +109,9 @@ class Updates:
             late.protect(self._owned.get(id(optimizer)))  # all, if it was watched after the save
 
     def _copies_under_way(self) -> LateCopies | None:
-        late = self._late() if self._late is not None else None
+        # A forked process has memory of its own, and none of the threads that copy.
+        late = self._late() if self._late is not None and os.getpid() == self._pid else None
         return late if late is not None and late.is_protecting else None
-
-    def _forget(self) -> None:
-        self._late = None
-
-
-_all: weakref.WeakSet[Updates] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    """Forget the copies of the parent: a forked process has memory of its own, and none of the threads."""
-    for updates in list(_all):
-        updates._forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
-
-
-def _tensors_of_optimizer(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    yield from tensors_of([[group["params"] for group in optimizer.param_groups], dict(optimizer.state)])
 
 
 def _storage_id(tensor: torch.Tensor) -> int:

@@ -91,7 +91,7 @@ def rebuild_catalog(
     left += [LeftOut(one.key, one.entry.step, one.reason) for one in readable if one.reason is not None]
     whole = [manifest for manifest in readable if manifest.reason is None]
     if readable:
-        run_id = max(whole or readable, key=_age).run_id
+        run_id = max(whole or readable, key=lambda one: (one.entry.created, one.revision, one.key)).run_id
     ours = [manifest for manifest in whole if manifest.run_id == run_id]
     newest = _largest(
         ours, of=lambda manifest: manifest.entry.save_id, by=lambda manifest: (manifest.revision, manifest.key)
@@ -233,10 +233,6 @@ def _why_not_whole(manifest: Manifest, shards: Mapping[str, int]) -> str | None:
     if not wrong:
         return None
     return f"of its {len(manifest.shards.keys)} shards {wrong} are missing or of another size"
-
-
-def _age(manifest: FoundManifest) -> tuple[str, int, str]:
-    return manifest.entry.created, manifest.revision, manifest.key
 
 
 def _rank(manifest: FoundManifest) -> tuple[int, int, str, str]:

@@ -28,9 +28,6 @@ POLL_SECONDS = 30.0
 # A request that takes longer is given up, and sent again at the next poll.
 _REQUEST_SECONDS = 60.0
 
-# During an outage a line says so as often as this.
-_WARNING_INTERVAL_SECONDS = 30.0
-
 
 def wait_for_newer(
     store: ObjectStore,
@@ -52,7 +49,7 @@ def wait_for_newer(
         return newest if newest is not None and (step is None or newest.step > step) else None
 
     found = _wait(
-        store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, tells_once=False, clock=clock
+        store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, raises_at_end=False, clock=clock
     )
     return CheckpointInfo.of(found) if found is not None else None
 
@@ -89,7 +86,7 @@ def watch_run(
         return new[:1]
 
     while found := _wait(
-        store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, tells_once=True, clock=clock
+        store, choose, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds, raises_at_end=True, clock=clock
     ):
         yield from found
 
@@ -107,13 +104,13 @@ def _wait(
     *,
     timeout_seconds: float,
     poll_seconds: float,
-    tells_once: bool,
+    raises_at_end: bool,
     clock: Clock | None,
 ) -> _Found | None:
     """Look at the catalog until `choose` finds something in it, and return that; None if there is nothing in time."""
     require_times(timeout_seconds, poll_seconds)
     deadline = Deadline(timeout_seconds, clock)
-    outage = _Outage(store.url, deadline, tells_once=tells_once)
+    outage = _Outage(store.url)
     has_looked_around = False
     while True:
         # Taken before the look, so that the last one begins at the deadline, not a pause before it.
@@ -127,7 +124,7 @@ def _wait(
             outage.end()
         except TransientStorageError as error:
             outage.note(error)
-            if is_last and tells_once:
+            if is_last and raises_at_end:
                 raise  # nothing is known of the run
         else:
             if found := choose(catalog):
@@ -148,30 +145,17 @@ def _look_around(store: ObjectStore) -> None:
 
 
 class _Outage:
-    """Log lines about a store that does not answer."""
+    """Log lines about a store that does not answer: one when that begins, and one when it ends."""
 
-    def __init__(self, url: str, deadline: Deadline, *, tells_once: bool) -> None:
-        self._url, self._deadline = url, deadline
-        self._interval_seconds = math.inf if tells_once else _WARNING_INTERVAL_SECONDS
-        self._since_seconds: float | None = None
-        self._told_seconds = -math.inf
+    def __init__(self, url: str) -> None:
+        self._url, self._is_told = url, False
 
     def note(self, error: TransientStorageError) -> None:
-        now = self._deadline.elapsed_seconds()
-        if self._since_seconds is None:
-            self._since_seconds = now
-        if now - self._told_seconds >= self._interval_seconds:
-            self._told_seconds = now
-            left_seconds = self._deadline.remaining_seconds()
-            logger.warning(
-                "%s: the store has not answered for %.0f s; still waiting for a newer checkpoint%s: %s",
-                self._url,
-                now - self._since_seconds,
-                "" if left_seconds == math.inf else f", {left_seconds:.0f} s at most",
-                error,
-            )
+        if not self._is_told:
+            self._is_told = True
+            logger.warning("%s: the store does not answer; still waiting for a newer checkpoint: %s", self._url, error)
 
     def end(self) -> None:
-        if self._since_seconds is not None:
+        if self._is_told:
+            self._is_told = False
             logger.warning("%s: the store answers again", self._url)
-        self._since_seconds, self._told_seconds = None, -math.inf

@@ -119,7 +119,7 @@ def test_abandoned_checkpoints_are_not_newer() -> None:
 
 
 def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Fail every request for ten minutes: one request a poll, a line each half minute, one at the end."""
+    """Fail every request for ten minutes: one request a poll, a line when that begins, and one when it ends."""
     inner, clock = a_run(1, 2), Clock()
     down = Fault(lambda verb, key, number: 30.0 <= clock.now < 630.0, "request", persistent=True)
     faulty = FaultyStore(inner, [down])
@@ -131,10 +131,9 @@ def test_an_outage_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     assert info.step == 3
     assert clock.now == 630.0
     assert store.count() == 64
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 21
-    assert "has not answered for 30 s" in lines[1]
-    assert lines[-1].endswith("the store answers again")
+    began, ended = caplog.messages
+    assert "the store does not answer; still waiting for a newer checkpoint: " in began
+    assert ended.endswith("the store answers again")
     # It ends by the timeout if the store does not come back.
     clock = Clock()
     down = Fault(lambda verb, key, number: True, "request", persistent=True)
@@ -234,7 +233,7 @@ def test_a_watch_over_an_outage_and_a_lost_catalog(caplog: pytest.LogCaptureFixt
     watch = watch_run(FaultyStore(inner, [down]), clock=clock.deadline(0).clock)
     assert next(watch).step == 3
     began, ended = caplog.messages
-    assert "has not answered for 0 s; still waiting for a newer checkpoint: " in began
+    assert "the store does not answer; still waiting for a newer checkpoint: " in began
     assert ended.endswith("the store answers again")
     objects = dict(inner.space.objects)
     clock.events[640.0] = lambda: inner.delete(list(objects))
