@@ -25,11 +25,9 @@ from dcp_remote.cli.arguments import StorageOptions, Url, argument, parse_bytes
 from dcp_remote.cli.output import Output
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.provenance import software_versions
-from dcp_remote.common.text import format_count
 from dcp_remote.common.units import GiB, KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, ObjectNotFoundError, StorageError
 from dcp_remote.storage import ObjectStore, open_store
-from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import parse_url
@@ -51,15 +49,6 @@ _SMALL_SECONDS = 10.0
 _BODY_SECONDS = 60.0
 _DELETE_SECONDS = 20.0
 
-# Fraction of the CPU, or of the best rate, from which it counts as reached.
-_BUSY = 0.9
-# Fraction of requests that had to be sent again, above which these are the limit.
-_TROUBLED = 0.02
-# Growth of the rate at the last doubling of parallel requests, from which it counts as still growing.
-_GROWING = 1.5
-# Fraction of a request's time that is waiting, from which latency counts as the limit.
-_WAITING = 0.5
-
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -70,26 +59,17 @@ class Rate:
     seconds: float
     cpu_seconds: float
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Throughput of all requests together."""
-        return self.size_bytes / self.seconds
-
-    def __str__(self) -> str:
-        return f"{self.bytes_per_second / MiB:.4g} MiB/s with {format_count(self.parallel, 'request')} at a time"
-
     def format_columns(self) -> str:
         """Return MiB per second and CPU seconds per GiB, as in the table."""
-        return f"{self.bytes_per_second / MiB:>10.1f}  {self.cpu_seconds / (self.size_bytes / GiB):>9.2f}"
+        return f"{self.size_bytes / self.seconds / MiB:>10.1f}  {self.cpu_seconds / (self.size_bytes / GiB):>9.2f}"
 
 
 @dataclass(slots=True)
 class Report:
-    """Results so far, which identify neither bucket nor user; `conditional_writes` is False if they are ignored."""
+    """Results so far, which identify neither bucket nor user."""
 
     first_request_seconds: float = 0.0
     latency_seconds: float = 0.0
-    conditional_writes: bool = True
     object_bytes: int = 0
     up: Sequence[Rate] = ()
     down: Sequence[Rate] = ()
@@ -116,9 +96,9 @@ def bench(
     ] = 60.0,
     storage_options: StorageOptions = None,
 ) -> None:
-    """Measure a bucket from this machine, and print what limits it.
+    """Measure a bucket from this machine.
 
-    Measures latency, conditional writes, and bandwidth by the number of parallel requests. Writes objects below a fresh
+    Measures latency, and bandwidth by the number of parallel requests. Writes objects below a fresh
     prefix and deletes them at the end, also after Ctrl-C. With --json prints a report that can be published: it
     contains neither credentials nor the name of the bucket.
     """
@@ -133,32 +113,25 @@ def bench(
     # Printed before anything is put, so that a user who kills this process knows what to delete.
     out.say(f"{store.url}: objects below this URL are written, read and deleted")
     bucket = _Bucket(store)
-    problems: list[StorageError] = []
     try:
         report.first_request_seconds, report.latency_seconds = _measure_latency(bucket)
         first, later = 1000 * report.first_request_seconds, 1000 * report.latency_seconds
         out.say(f"latency {later:.1f} ms; first request {first:.1f} ms, with credentials and connection")
-        problems += _test_conditional_writes(store)
-        report.conditional_writes = not problems
-        out.say(f"conditional writes {'do NOT work' if problems else 'work'}")
         _measure_rates(out, bucket, report, Deadline(seconds))
     finally:
         left = bucket.delete_objects()
     report.requests, report.requests_again = bucket.store.counts.requests, len(bucket.failures)
     cause = f"; the last because: {bucket.failures[-1]}" if bucket.failures else ""
-    out.say(f"requests sent again {report.requests_again} of {report.requests}{cause}", "", find_limit(report))
+    out.say(f"requests sent again {report.requests_again} of {report.requests}{cause}")
     out.give(
         {
             "dcp_remote": software_versions()["dcp_remote"],
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "scheme": parse_url(url).scheme,
             "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-            "limit": find_limit(report),
             "measured": asdict(report),
         }
     )
-    if problems:
-        raise problems[0]
     if left:
         raise StorageError("Some objects could not be deleted; the warning names the URL to clean up.", objects=left)
 
@@ -208,22 +181,6 @@ def _measure_latency(bucket: _Bucket) -> tuple[float, float]:
     return seconds[0], statistics.median(seconds[1:])
 
 
-def _test_conditional_writes(store: ObjectStore) -> list[StorageError]:
-    """Test conditional writes as the first commit of a job does; return the error of a store that has none."""
-    if not store.capabilities.compare_and_swap:
-        return [
-            StorageError("This store replaces no object on a condition, so that it cannot hold runs.", url=store.url)
-        ]
-    try:
-        require_conditional_writes(store, Deadline(_SMALL_SECONDS), swaps=True)
-    except StorageError as error:
-        # A subclass has another reason: the store does not answer, there is no bucket, a grant is missing.
-        if type(error) is not StorageError:
-            raise
-        return [error]
-    return []
-
-
 def _measure_rates(out: Output, bucket: _Bucket, report: Report, deadline: Deadline) -> None:
     body = os.urandom(report.object_bytes)  # random, so that it cannot be compressed on its way
     local = threading.local()
@@ -258,31 +215,3 @@ def _measure(parallel: int, transfer: Callable[[str], None], keys: Sequence[str]
         return Rate(parallel, len(keys) * object_bytes, time.monotonic() - began, time.process_time() - cpu)
     finally:
         pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C, only requests under way are waited for
-
-
-def find_limit(report: Report) -> str:
-    """Return what limits the bucket, in a sentence each for upload and download."""
-    if report.requests_again > _TROUBLED * report.requests:
-        return (
-            f"The store refuses requests for their rate, or the network fails: {report.requests_again} of "
-            f"{report.requests} requests had to be sent again."
-        )
-    if not report.up:
-        return "Time ran out before any bandwidth was measured: give more --seconds."
-    upload, download = _find_limit_of("Upload", report.up, report), _find_limit_of("Download", report.down, report)
-    return f"{upload} {download}"
-
-
-def _find_limit_of(name: str, rates: Sequence[Rate], report: Report) -> str:
-    best = max(rates, key=lambda rate: rate.bytes_per_second)
-    first, last = rates[0], rates[-1]
-    if best.cpu_seconds >= _BUSY * report.cores * best.seconds:
-        return f"{name}: the CPU of this machine ({format_count(report.cores, 'core')}) is fully used."
-    if len(rates) == 1:
-        return f"{name}: {first}; there was no time to try more."
-    if last.bytes_per_second >= _GROWING * rates[-2].bytes_per_second:
-        waiting = report.latency_seconds / (report.object_bytes / first.bytes_per_second)
-        cause = "latency limits" if waiting > _WAITING else "each connection is limited, not the network"
-        return f"{name}: {first}, {last}, and still growing: {cause}."
-    enough = next(rate for rate in rates if rate.bytes_per_second >= _BUSY * best.bytes_per_second)
-    return f"{name}: the network or the store limits; {enough}, and hardly more with others."

@@ -544,8 +544,6 @@ class Heartbeat:
         finally:
             self._is_store_open.set()
             self._helper.close()
-            if self._told.speaker == self._rank and (link := self._link()) is not None:
-                link.stop_speaking()
 
     def _rest(self, seconds: float) -> None:
         """Wait for some seconds or until something is to be done, and look around meanwhile."""
@@ -696,7 +694,7 @@ class Heartbeat:
         try:
             if link is not None:
                 link.start()
-        except RuntimeError:  # no thread can be started
+        except (RuntimeError, OSError):  # no thread, or no free file descriptor
             link = None
         news = None if link is None else link.news
         is_fresh = news is not None and time.monotonic() < news.at + _patience_seconds(news)

@@ -98,10 +98,10 @@ class HostLink:
         rank: Rank of this process, within the group.
         connect: Returns a client of the store; called in a thread of the link.
         pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
-        wake: Wakes this rank's heartbeat: there are statuses to publish, news, or a leader's news have ended.
+        wake: Wakes this rank's heartbeat: there are statuses to publish, or news, or the leader has ended.
 
     Attributes:
-        news: Last news of the leader; None on the leader itself, and if the leader's heartbeat has ended.
+        news: Last news of the leader; None on the leader itself, and before the first.
         spoken_alone: Rounds in which this rank spoke for itself because its leader was stopped.
         failure: Error that ended the thread of the link; no answer can come any more.
     """
@@ -149,6 +149,7 @@ class HostLink:
 
         Raises:
             RuntimeError: No thread can be started.
+            OSError: There is no free file descriptor.
         """
         with self._start_lock:
             if self._thread is None:
@@ -170,10 +171,6 @@ class HostLink:
     def spread(self, seconds: float, status: bytes, found: Mapping[str, bytes]) -> None:
         """Send news to the members; see `News`."""
         self._order(partial(self._offer, ("news", self._rank, seconds, status, found), to_leader=False))
-
-    def stop_speaking(self) -> None:
-        """Tell the members that this rank's heartbeat publishes no statuses any more."""
-        self._order(partial(self._offer, ("no news",), to_leader=False))
 
     def begin(self, slots: str, parts: str, answer: str, data: bytes) -> None:
         """Contribute to a round.
@@ -397,9 +394,6 @@ class HostLink:
                 self._finish(key, data)
             case ("news", rank, seconds, status, found):
                 self.news = News(rank, seconds, status, found, time.monotonic())
-                self._wake()
-            case ("no news",):
-                self.news = None
                 self._wake()
             case None if self._leader is leader:
                 self._leader = self.news = None

@@ -23,7 +23,16 @@ import msgspec
 import numpy as np
 import zstandard
 
-from dcp_remote.common.arrays import I64, Buffer, concat_arrays, concat_ranges, group_offsets, sorted_unique
+from dcp_remote.common.arrays import (
+    I64,
+    Buffer,
+    Integers,
+    concat_arrays,
+    concat_ranges,
+    group_offsets,
+    shrink_integers,
+    sorted_unique,
+)
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
 from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import CorruptCheckpointError
@@ -154,10 +163,10 @@ class Draft:
     """Segment without the digests of its pieces: what stays while only values change."""
 
     shards: I64  # indices of the shards that hold its pieces, ascending
-    tensors: I64  # indices of the tensors of its chunks, ascending
+    tensors: Integers  # indices of the tensors of its chunks, ascending
     # Box around its chunks of each of these tensors: its values, one tensor after another.
-    offsets: I64
-    sizes: I64
+    offsets: Integers
+    sizes: Integers
     pieces: bytes  # indices of its pieces, compressed
     document: bytes  # compressed
 
@@ -176,7 +185,8 @@ def draft_segments(chunks: Segment, groups: I64, pieces: I64) -> Iterator[Draft]
         owner = np.searchsorted(tensors, part.tensor)
         text = _encode(part, owner, np.searchsorted(shards, part.pieces.shard))
         own = np.diff(pieces[chunks.pieces_of(numbers)], prepend=0)
-        yield Draft(shards, tensors, *_bound(part, owner), _compress(own.tobytes()), _compress(text))
+        offsets, sizes = (shrink_integers(column) for column in _bound(part, owner))
+        yield Draft(shards, shrink_integers(tensors), offsets, sizes, _compress(own.tobytes()), _compress(text))
 
 
 def put_segments(

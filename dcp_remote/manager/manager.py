@@ -136,8 +136,8 @@ class CheckpointManager:
             known, and saves keep their usual deadline.
         allow_pickle: True to store and load objects that only code can load.
         memory_budget_bytes: Bound in bytes, per rank, of the copies beyond the state and its staged copy; 256 MiB.
-        progress: True to draw a bar of tqdm on the terminal of rank 0, or else to log a line a minute; False
-            for neither; a function to call with a `ProgressReport` about once a second, on rank 0.
+        progress: True to draw a bar of tqdm on the terminal or in the notebook of rank 0, or else to log a line a
+            minute; False for neither; a function to call with a `ProgressReport` about once a second, on rank 0.
         rank_sockets: False to open no sockets between ranks, so that a restore reads for each rank what it wants; or a
             `RankSockets` with the interface and the ports that ranks may use.
         when_busy: "skip" to leave a save out, on all ranks, while another is under way on rank 0: `save` returns False,

@@ -1,4 +1,4 @@
-"""Progress of a save, restore, import or export: a bar of tqdm on a terminal, log records, or calls.
+"""Progress of a save, restore, import or export: a bar of tqdm on a terminal or in a notebook, log records, or calls.
 
 torch loads tqdm if it is installed; its bar stands below those of the training loop. The cursor always returns to the
 first column, so that other output begins there, over the bar and not behind it.
@@ -33,6 +33,9 @@ _LOG_SECONDS = 60.0
 
 # Limit of waiting for a thread that draws, because the user may have stopped the terminal with Ctrl-S.
 _LAST_LINE_SECONDS = 1.0
+
+# Module of the streams that replace `sys.stdout` and `sys.stderr` in a notebook's process.
+_NOTEBOOK_STREAMS = "ipykernel.iostream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +91,19 @@ def start_progress(
 
 
 def can_redraw(out: TextIO | None) -> bool:
-    """Return whether a line can be redrawn: tqdm is loaded, and the stream is the process's own and a terminal.
+    """Return whether a line can be redrawn: tqdm is loaded, and the stream is the own terminal, or a notebook's.
 
-    Replacements of `sys.stderr`, such as those of notebooks, rich and test runners, expect whole lines.
+    Other replacements of `sys.stderr`, such as those of rich and test runners, expect whole lines.
     """
     try:
         is_own = any(out is own for own in (sys.__stderr__, sys.__stdout__))
-        return "tqdm" in sys.modules and out is not None and is_own and out.isatty()
+        return "tqdm" in sys.modules and out is not None and ((is_own and out.isatty()) or _is_notebook(out))
     except ValueError:  # closed
         return False
+
+
+def _is_notebook(out: TextIO) -> bool:
+    return type(out).__module__ == _NOTEBOOK_STREAMS
 
 
 class Progress:
@@ -272,8 +279,17 @@ class Progress:
     def _draw(self, out: TextIO) -> None:
         total, done = self._total_bytes, self._done_bytes
         if self._bar is None:
+            # In a notebook, the cursor movements of a bar below others would be shown as text.
+            position = 0 if _is_notebook(out) else None
             self._bar = sys.modules["tqdm"].tqdm(
-                desc=self._what, total=total, unit="B", unit_scale=True, unit_divisor=1024, file=out, leave=False
+                desc=self._what,
+                total=total,
+                file=out,
+                leave=False,
+                position=position,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
             )
         self._bar.total, self._bar.n = total, done if total is None else min(done, total)
         self._bar.set_postfix_str(self._others)

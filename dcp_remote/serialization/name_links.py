@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_remote.serialization.module_state import ModelState, OptimizerState, names_of
@@ -32,7 +31,11 @@ def find_links(state: Mapping[str, Any]) -> list[NameLink]:
     """
     found = {leaf.name: leaf.value for leaf in iterate_stateful(state)}
     modules = {name: value.model for name, value in found.items() if isinstance(value, ModelState)}
-    averages = {name: module for name, module in modules.items() if _is_average(name, module)}
+    averages = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, AveragedModel) or name.partition(".")[0] == _AVERAGES_KEY
+    }
     names = {name: names_of(module) for name, module in modules.items() if name not in averages}
     links: list[NameLink] = []
     for name, value in found.items():
@@ -50,7 +53,3 @@ def find_links(state: Mapping[str, Any]) -> list[NameLink]:
             alike = [model for model in alike if model.rpartition(".")[2] == name.rpartition(".")[2]]
         links += [NameLink(f"{model}.", f"{name}.{prefix}") for model in alike[:1]]
     return links
-
-
-def _is_average(name: str, module: nn.Module) -> bool:
-    return isinstance(module, AveragedModel) or name.partition(".")[0] == _AVERAGES_KEY

@@ -58,11 +58,6 @@ _PATHS: dict[str, tuple[type[pathlib.PurePath], type[pathlib.PurePath]]] = {
 }
 
 
-def _refuse_attributes(value: object) -> None:
-    if vars(value):
-        raise NotEncodableError("has instance attributes")
-
-
 def _decode_int(_: Decoder, encoded: Json) -> int:
     text: str = expect(encoded, str)
     if _INT_TEXT.fullmatch(text) is None:
@@ -122,7 +117,8 @@ def _encode_bytes(encoder: Encoder, value: bytes | bytearray) -> Json:
 
 
 def _encode_ordered(encoder: Encoder, value: OrderedDict[object, object] | Counter[object]) -> Json:
-    _refuse_attributes(value)
+    if vars(value):
+        raise NotEncodableError("has instance attributes")
     return encoder.pairs(value)
 
 

@@ -73,7 +73,13 @@ def require_conditional_writes(
     key = f"{PROBES_PREFIX}{uuid.uuid4().hex}"
 
     def refuses(condition: Condition) -> bool:
-        return _refuses(store, key, condition, deadline)
+        """Send a put that the server may only refuse; return False if the server carried it out."""
+        request = Request(verb="put", keys=(key,), size_bytes=len(_BODY))
+        try:
+            RetryingStore(store, deadline).repeat(request, lambda: store.put(key, [_BODY], condition=condition))
+        except ConditionFailedError:
+            return True
+        return False
 
     try:
         # No other process uses this key, so the first put can only be refused by its own earlier, unanswered attempt.
@@ -86,16 +92,6 @@ def require_conditional_writes(
         raise
     _proven.update((server, header) for header in wanted)
     clean_up(lambda: _delete(store, key, deadline))
-
-
-def _refuses(store: ObjectStore, key: str, condition: Condition, deadline: Deadline) -> bool:
-    """Send a put that the server may only refuse; return False if the server carried it out."""
-    request = Request(verb="put", keys=(key,), size_bytes=len(_BODY))
-    try:
-        RetryingStore(store, deadline).repeat(request, lambda: store.put(key, [_BODY], condition=condition))
-    except ConditionFailedError:
-        return True
-    return False
 
 
 def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:

@@ -39,13 +39,10 @@ class _Failing:
 class Outage:
     """Requests of one store that are being repeated, by all threads of this process; writes the lines about them."""
 
-    def __init__(
-        self, url: str, *, clock: Callable[[], float] = time.monotonic, is_speaker: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with no request that fails."""
         self.clock = clock
         self._url = url
-        self._is_speaker = is_speaker or (lambda: _is_speaker(url))
         self._lock = threading.Lock()
         self._failing: dict[int, _Failing] = {}
         self._began_seconds = 0.0  # of the outage that was logged
@@ -110,7 +107,8 @@ class Outage:
             logger.log(self._level(), "%s: the store answers again, after %s.", self._url, human_seconds(seconds))
 
     def _level(self) -> int:
-        return logging.WARNING if self._is_speaker() else logging.DEBUG
+        is_speaker = _speakers.get(self._url, os.environ.get("RANK", "0") in {"", "0"})
+        return logging.WARNING if is_speaker else logging.DEBUG
 
 
 _outages: weakref.WeakValueDictionary[str, Outage] = weakref.WeakValueDictionary()
@@ -130,7 +128,3 @@ def outage_of(url: str) -> Outage:
 def name_speaker(url: str, *, is_speaker: bool) -> None:
     """Set whether this process logs the warnings of its job about outages of a store; the last call counts."""
     _speakers[url] = is_speaker
-
-
-def _is_speaker(url: str) -> bool:
-    return _speakers.get(url, os.environ.get("RANK", "0") in {"", "0"})

@@ -245,7 +245,6 @@ class _MetadataUnpickler(pickle._Unpickler):
     """
 
     stack: list[Any]
-    metastack: list[list[Any]]
 
     def __init__(self, data: memoryview) -> None:
         super().__init__(io.BytesIO(data))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,13 +17,11 @@ import pytest
 
 from dcp_remote.cli import main
 from dcp_remote.cli.arguments import parse_bytes
-from dcp_remote.cli.bench import Rate, Report, find_limit
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
-from dcp_remote.storage import Buffer, MemoryStore, ObjectStore, Version, open_store
-from dcp_remote.storage.base import Capabilities, Condition
+from dcp_remote.storage import MemoryStore, ObjectStore, open_store
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.wrapper import Verb, WrappedStore
+from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing.servers import S3Server
 from dcp_remote.testing.wrappers import Fault, FaultyStore
 from tests.benchmark.server.server import BenchServer, bench_server
@@ -54,21 +52,17 @@ def arguments(server: S3Server) -> list[str]:
 
 
 def test_prints_measurements_and_cleans_up(cli: CommandLine, s3_server: S3Server) -> None:
-    """As text, a line for each measurement, and the conclusion; as JSON, what can be published. No object is left."""
+    """As text, a line for each measurement; as JSON, what can be published. No object is left."""
     bucket = "a-bucket-to-measure"
     s3_server.create_bucket(bucket)
     lines = cli.run("bench", f"s3://{bucket}/some/run", *arguments(s3_server)).lines
     assert lines[0].startswith(f"s3://{bucket}/some/run/bench-")
     assert lines[1].startswith("latency ")
-    assert lines[2] == "conditional writes work"
-    assert [int(line.split()[0]) for line in lines[4:9]] == PARALLEL
-    assert lines[9].startswith("requests sent again 0 of ")
-    assert "Upload: " in lines[-1]
-    assert "Download: " in lines[-1]
+    assert [int(line.split()[0]) for line in lines[3:8]] == PARALLEL
+    assert lines[8].startswith("requests sent again 0 of ")
     shown = cli.run("bench", f"s3://{bucket}/some/run", *arguments(s3_server), "--json")
     measured = shown.document["measured"]
     assert [rate["parallel"] for rate in measured["up"]] == PARALLEL
-    assert measured["conditional_writes"] is True
     assert shown.document["scheme"] == "s3"
     secrets = {bucket, "some/run", *map(str, s3_server.storage_options.values())} - {"us-east-1"}
     assert [secret for secret in secrets if secret in shown.out] == []
@@ -109,7 +103,7 @@ def test_nothing_is_begun_after_its_time(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(memory, monkeypatch, "--seconds", "1e-9") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Time ran out before any bandwidth was measured")
+    assert "time ran out before all measurements" in capsys.readouterr().out
     assert list(memory.list()) == []
 
 
@@ -161,48 +155,6 @@ def test_objects_that_cannot_be_deleted(
     assert f"objects={len(list(memory.list()))}" in warning
 
 
-class Lenient(WrappedStore):
-    """Store of a server that ignores conditions."""
-
-    def child(self, prefix: str) -> Lenient:
-        return Lenient(self._store.child(prefix))
-
-    def find_unproven_server(self) -> str:
-        return "http://lenient bucket"
-
-    def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
-        return self._store.put(key, buffers)
-
-
-def test_server_that_ignores_conditions_is_a_failure(
-    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The measurements are printed all the same; exit code 1."""
-    assert bench(Lenient(memory), monkeypatch) == 3
-    captured = capsys.readouterr()
-    assert "conditional writes do NOT work" in captured.out
-    assert "Upload: " in captured.out
-    assert "ignores the condition of a write" in captured.err
-    assert list(memory.list()) == []
-
-
-class Swapless(WrappedStore):
-    """Store that replaces no object on a condition."""
-
-    capabilities = Capabilities(compare_and_swap=False, shared=True)
-
-    def child(self, prefix: str) -> Swapless:
-        return Swapless(self._store.child(prefix))
-
-
-def test_store_without_compare_and_swap_is_a_failure(
-    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs cannot be saved there."""
-    assert bench(Swapless(memory), monkeypatch) == 3
-    assert "cannot hold runs" in capsys.readouterr().err
-
-
 def test_transient_failures_are_counted(
     memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +174,6 @@ def test_transient_failures_are_counted(
     assert bench(busy(), monkeypatch, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["measured"]["requests_again"] == 63  # with the one that is not measured
-    assert report["limit"].endswith("requests had to be sent again.")
     assert bench(busy(), monkeypatch) == 0
     assert "; the last because: Slow down." in capsys.readouterr().out
 
@@ -260,35 +211,3 @@ def test_interruptions_leave_no_objects(*, is_closed: bool) -> None:
             assert process.wait(60) == (141 if is_closed else 130)
         assert server.counts().operations["PutObject"] > 6
         assert list(open_store("s3://bench", server.storage_options).list()) == []
-
-
-# ---- the conclusion
-
-
-def rates(*mib_per_second: float, cpu_share: float = 0.1) -> tuple[Rate, ...]:
-    return tuple(
-        Rate(parallel, int(MiB * speed), 1.0, cpu_share)
-        for parallel, speed in zip(PARALLEL, mib_per_second, strict=False)
-    )
-
-
-GROWING, LIMITED = rates(50, 100, 200, 400, 800), rates(50, 100, 110, 111, 112)
-
-
-@pytest.mark.parametrize(
-    ("up", "changes", "says"),
-    [
-        (GROWING, {}, "800 MiB/s with 16 requests at a time, and still growing: each "),
-        (GROWING, {"latency_seconds": 0.1}, "and still growing: latency limits. "),
-        (LIMITED, {}, "Upload: the network or the store limits; 110 MiB/s with 4 requests at a time"),
-        (rates(50, 100, 110, 111, 112, cpu_share=1.9), {}, "Upload: the CPU of this machine (2 cores) is fully used. "),
-        (rates(50), {}, "Upload: 50 MiB/s with 1 request at a time; there was no time to try more. "),
-        ((), {}, "Time ran out before any bandwidth was measured: give more --seconds."),
-        (rates(50), {"requests_again": 5}, "network fails: 5 of 200 requests had to be sent again."),
-    ],
-)
-def test_limit(up: Sequence[Rate], changes: dict[str, object], says: str) -> None:
-    report = Report(latency_seconds=0.01, object_bytes=8 * MiB, up=up, down=rates(10, 10), requests=200, cores=2)
-    for name, value in changes.items():
-        setattr(report, name, value)
-    assert says in find_limit(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -379,17 +380,17 @@ class OtherLeads:
         self.told.append(is_urgent)
 
 
-def test_a_heartbeat_that_the_store_did_not_answer_is_put_again() -> None:
+def test_a_heartbeat_that_the_store_did_not_answer_is_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store fails after a first status, or an action: only once it has answered may another rank speak for this."""
     store, link = dist.HashStore(), OtherLeads()
     client = Client(store)
     one = Heartbeat(store, 5, link=lambda: link)  # type: ignore[arg-type, return-value]
     for told in ([], [lambda client: client.put("key", b"")]):
         one._outbox.extend(told)
-        read, one._read_others = one._read_others, lambda _: lose()  # type: ignore[method-assign]
-        with pytest.raises(dist.DistNetworkError):
-            one._beat(client)
-        one._read_others = read  # type: ignore[method-assign]
+        with monkeypatch.context() as patch:
+            patch.setattr(one, "_read_others", lose)
+            with pytest.raises(dist.DistNetworkError):
+                one._beat(client)
         lost = client.get("beat/5")
         one._beat(client)
         assert client.get("beat/5") != lost
@@ -401,7 +402,23 @@ def test_a_heartbeat_that_the_store_did_not_answer_is_put_again() -> None:
     assert link.told == [False, False, False, False, True]
 
 
-def lose() -> bool:
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many files")])
+def test_a_rank_whose_link_cannot_start_speaks_for_itself(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The process may start no thread, or open no socket: each heartbeat is the rank's own."""
+    store, link = dist.HashStore(), OtherLeads()
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(link, "start", fail)
+    one = Heartbeat(store, 5, link=lambda: link)  # type: ignore[arg-type, return-value]
+    for count in (1, 2, 3):
+        one._beat(Client(store))
+        own = RankStatus.decode(Client(store).get("beat/5"))
+        assert (own.count, own.speaker) == (count, 0)
+
+
+def lose(_client: Client) -> bool:
     raise dist.DistNetworkError("lost")
 
 

@@ -525,3 +525,18 @@ def test_settings_that_are_refused(setting: object) -> None:
     """Pass a text, None and a number."""
     with pytest.raises(InvalidArgumentError, match="progress must be True, False, or a function"):
         CheckpointManager("memory://progress", progress=setting)  # type: ignore[arg-type]
+
+
+def test_in_a_notebook(clock: Clock) -> None:
+    """Draw on a notebook's stream, with another bar open: carriage returns redraw the bar, and no cursor moves up."""
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    assert can_redraw(stream)
+    with tqdm.tqdm(total=4, file=io.StringIO()):
+        progress = Progress("saving step 7", 1000 * MiB, stream, is_terminal=can_redraw(stream), clock=clock)
+        for _ in range(3):
+            clock.now += 1
+            progress.add(100 * MiB)
+        assert screen(stream.getvalue())[0].startswith("saving step 7:  30%|")
+        progress.close("saved step 7")
+    assert screen(stream.getvalue()) == ["saved step 7", ""]
+    assert "\x1b" not in stream.getvalue()

@@ -38,7 +38,7 @@ _CALLS: dict[str, Callable[[ObjectStore], object]] = {
 
 
 def _retrying(store: ObjectStore, clock: SleepClock) -> RetryingStore:
-    outage = Outage(store.url, clock=clock, is_speaker=lambda: True)
+    outage = Outage(store.url, clock=clock)
     return RetryingStore(store, clock.deadline(SAVE_SECONDS, share=0.5), outage=outage)
 
 

@@ -29,7 +29,8 @@ def _retrying(store: ObjectStore, clock: SleepClock, outage: Outage, *, seconds:
 
 
 def _outage(clock: SleepClock, *, is_speaker: bool = True) -> Outage:
-    return Outage(URL, clock=clock, is_speaker=lambda: is_speaker)
+    name_speaker(URL, is_speaker=is_speaker)
+    return Outage(URL, clock=clock)
 
 
 def _failing_until(clock: SleepClock, seconds: float) -> ObjectStore:
