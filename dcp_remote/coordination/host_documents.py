@@ -17,9 +17,10 @@ fetches for itself. The receiver verifies the bytes as it verifies those of the 
 from __future__ import annotations
 
 import logging
+import pickle
 import queue
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,15 @@ _PATIENCE_SECONDS = 5.0
 
 # Bytes that a rank keeps for the others: 80 segments of a manifest. What is more, each rank fetches for itself.
 _KEPT_BYTES_MAX = 64 * 2**20
+
+
+class SharedFrame(tuple[Any, ...]):  # noqa: SLOT001  # `encoded` is kept
+    """Frame that is sent to several ranks, and pickled once."""
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Pickled frame."""
+        return pickle.dumps(tuple(self))
 
 
 class HostDocuments:
@@ -64,13 +74,16 @@ class HostDocuments:
         self._waiting: dict[str, list[Reply]] = {}
 
     def share(self, key: str, fetch: Callable[[], bytes]) -> bytes:
-        """Return a document from the rank that has fetched it, or call `fetch` and keep the result for the others."""
+        """Return a document from the rank that has fetched it, or call `fetch` and keep the result for the others.
+
+        Of two threads of this rank that want one document at a time, the earlier waits in vain.
+        """
         if not self._is_patient:
             return fetch()
         answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._order(partial(self._want, key, answer))
         found = fetched = None
-        try:
+        try:  # also of Ctrl-C: others must not wait for what this rank does not fetch
+            self._order(partial(self._want, key, answer))
             try:
                 found = answer.get(timeout=_PATIENCE_SECONDS)
             except queue.Empty:
@@ -122,8 +135,9 @@ class HostDocuments:
             case ("document", str(key), None):
                 self._pass_on(key)
             case ("document", str(key), bytes()):
+                shared = SharedFrame(frame)
                 for other in self._waiting.pop(key, ()):
-                    other(frame)
+                    other(shared)
             case None:
                 for waiting in self._waiting.values():
                     waiting[:] = [other for other in waiting if other != reply]
@@ -145,5 +159,5 @@ class HostDocuments:
     def forget(self) -> None:
         """Forget all documents, at the end of a round, before which each rank has got what it wanted."""
         self._is_patient = True
-        for kept in (self._fetched, self._holders, self._waiting):
+        for kept in (self._wanted, self._fetched, self._promised, self._holders, self._waiting):
             kept.clear()

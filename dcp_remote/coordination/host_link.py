@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from dcp_remote.coordination.host_documents import HostDocuments
+from dcp_remote.coordination.host_documents import HostDocuments, SharedFrame
 from dcp_remote.coordination.key_value import Client
 
 logger = logging.getLogger(__name__)
@@ -457,7 +457,8 @@ class HostLink:
 
     def _finish(self, key: str, found: bytes | Exception) -> None:
         """Hand an answer to all that wait for it; or an error of the store to this rank, which leads no more."""
-        self._documents.forget()
+        if key in self._rounds or key in self._own:  # the answer may come twice, the second time in a later round
+            self._documents.forget()
         one = self._rounds.pop(key, None)
         for member in one.sources - {None} if one is not None else ():
             assert member is not None, "left out"
@@ -528,7 +529,7 @@ class _Connection:
 
     def send(self, frame: tuple[Any, ...]) -> None:
         """Send a frame, as soon as the other side takes it; nothing if the connection has ended."""
-        data = pickle.dumps(frame)
+        data = frame.encoded if isinstance(frame, SharedFrame) else pickle.dumps(frame)
         self._outbox += [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
         self._flush()
 

@@ -185,7 +185,7 @@ def draft_segments(chunks: Segment, groups: I64, pieces: I64) -> Iterator[Draft]
         owner = np.searchsorted(tensors, part.tensor)
         text = _encode(part, owner, np.searchsorted(shards, part.pieces.shard))
         own = np.diff(pieces[chunks.pieces_of(numbers)], prepend=0)
-        offsets, sizes = (shrink_integers(column) for column in _bound(part, owner))
+        offsets, sizes = map(shrink_integers, _bound(part, owner))
         yield Draft(shards, shrink_integers(tensors), offsets, sizes, _compress(own.tobytes()), _compress(text))
 
 

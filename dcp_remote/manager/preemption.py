@@ -220,7 +220,9 @@ class Agreement:
                 if self._own is None:
                     self._own = self._last()
                 own = self._own
-            client.put(self._key(f"at/{self._rank}"), own.encode())
+            own_key = self._key(f"at/{self._rank}")
+            client.put(own_key, own.encode())
+            client.has([own_key])  # its answer says that the moment has arrived: another rank may find all else
             self._is_published = True
         if self._rank == 0:
             self._decide(client)

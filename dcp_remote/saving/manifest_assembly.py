@@ -91,7 +91,7 @@ class Planned:
     positions: Mapping[str, int]  # position of each object among all entries of the state dict, by name
     flatten: Mapping[str, tuple[str | int, ...]] | None  # path of each flattened name; None if nothing was flattened
     # Structure of the last manifest of these contents, which was checked; at most one. A later save with the same
-    # structure costs the coordinator a third of what it cost.
+    # structure costs the coordinator a quarter of what it cost.
     checked: list[Structure] = field(default_factory=list, compare=False)
 
     @property

@@ -3,8 +3,8 @@
 torch pickles the reports and gathers them from all ranks. A report is pickled as a `SentReport`, which is ten objects
 however much the rank wrote: texts and numbers are packed, and compressed except for the digests. Measured for 1,000
 tensors with names of 30 bytes: 18 KB, digests of 16 KB included, where the `WriteResult`s of torch's file system
-writer, without digests, take 125 KB (`tests/benchmark/clients/scale.py`). The numbers of all ranks are unpacked and
-joined at once (`join_numbers`).
+writer, without digests, take 125 KB (`tests/benchmark/clients/scale.py`). The numbers of many ranks are unpacked
+and joined at once (`join_numbers`).
 """
 
 from __future__ import annotations

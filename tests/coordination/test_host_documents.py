@@ -152,3 +152,47 @@ def test_a_document_that_is_too_large_to_be_kept(host: Host) -> None:  # noqa: F
         one.call(Rank.fetched, "key", bytes(64 * 2**20 + 1))
         left.remove(one)
     assert [len(data or b"") for data in documents("key", ranks)] == [64 * 2**20 + 1] * 3
+
+
+def test_a_document_is_encoded_once_for_all(host: Host) -> None:  # noqa: F811
+    """Members that are stopped take nothing: what is to be sent to them lies in the leader's memory once."""
+    leader, *stopped = host.link(1, 2, 3, 4)
+    want("key", [leader])
+    wait_until(lambda: fetchers("key", [leader]) == [leader])
+    want("key", stopped)
+    wait_until(lambda: leader.call(Rank.waiting_for, "key") == 3)
+    for one in stopped:
+        one.signal(signal.SIGSTOP)
+    leader.call(Rank.fetched, "key", bytes(20 * 2**20))
+    wait_until(lambda: leader.call(Rank.copies)[0] == 3)
+    assert leader.call(Rank.copies) == (3, 1)
+    for one in stopped:
+        one.signal(signal.SIGCONT)
+    assert documents("key", stopped) == [bytes(20 * 2**20)] * 3
+
+
+def test_ctrl_c_while_a_rank_begins_to_wait(host: Host) -> None:  # noqa: F811
+    """The rank fetches nothing, and another one that wants the document is told to."""
+    ranks = host.link(1, 2, 3)
+    ranks[1].call(Rank.want_interrupted, "key")
+    want("key", [ranks[2]])
+    wait_until(lambda: fetchers("key", [ranks[2]]) == [ranks[2]])
+    ranks[2].call(Rank.fetched, "key", b"data")
+    assert documents("key", [ranks[2]]) == [b"data"]
+
+
+def test_an_answer_that_comes_twice(host: Host) -> None:  # noqa: F811
+    """A leader that was stopped sends an answer that its member has got alone: a later document stays."""
+    leader, one = host.link(1, 2, pings=3)
+    leader.signal(signal.SIGSTOP)
+    one.call(Rank.begin, 1, b"data")
+    host.collect(1, 1)
+    host.finish(1, b"answer", [one])
+    want("key", [one])
+    wait_until(lambda: fetchers("key", [one]) == [one])
+    one.call(Rank.fetched, "key", b"data")
+    assert documents("key", [one]) == [b"data"]
+    wait_until(lambda: one.call(Rank.kept) == 2)
+    leader.signal(signal.SIGCONT)
+    wait_until(lambda: one.call(Rank.heard) == [b"answer"])
+    assert one.call(Rank.kept) == 2

@@ -21,7 +21,7 @@ from dcp_remote.coordination.heartbeat import Heartbeat, RankStatus, heartbeat_i
 from dcp_remote.coordination.host_link import HostLink, News
 from dcp_remote.coordination.key_value import Client
 from tests.support.rank_pool import start_process
-from tests.support.rank_threads import CountingStore, wait_until
+from tests.support.rank_threads import Clock, CountingStore, wait_until
 
 T = TypeVar("T")
 
@@ -400,6 +400,19 @@ def test_a_heartbeat_that_the_store_did_not_answer_is_put_again(monkeypatch: pyt
     one.enter(1, "a save", [0])
     one._beat(client)
     assert link.told == [False, False, False, False, True]
+
+
+def test_a_connection_of_a_rank_that_is_spoken_for_is_used_again_and_again() -> None:
+    """One heartbeat of its own in 200 s, by the clock, before a firewall forgets the connection."""
+    store, link, clock = dist.HashStore(), OtherLeads(), Clock()
+    client = Client(store)
+    one = Heartbeat(store, 5, link=lambda: link, clock=clock)  # type: ignore[arg-type, return-value]
+    counts = []
+    for _ in range(7):
+        one._beat(client)
+        counts.append(RankStatus.decode(client.get("beat/5")).count)
+        clock.now += 70
+    assert counts == [1, 1, 1, 4, 4, 4, 7]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many files")])

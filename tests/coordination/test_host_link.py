@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
@@ -40,6 +41,14 @@ class Rank:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.link = HostLink(name, rank, lambda: Client(store), lambda _: RetryPolicy(0.005, 0.05).growing_delays())
         self.documents: dict[str, bytes | None] = {}
+        self.from_leader: list[bytes] = []
+        hear = self.link._hear_leader
+
+        def hear_noted(leader: Any, frame: Any) -> None:
+            hear(leader, frame)
+            self.from_leader += frame[2:] if frame is not None and frame[:2] == ("answer", "1/out") else ()
+
+        self.link._hear_leader = hear_noted  # type: ignore[method-assign]
         self.fetches: dict[str, queue.SimpleQueue[bytes | None]] = {}
         self.fetching = set[str]()
 
@@ -115,6 +124,31 @@ class Rank:
         """Return the documents that this rank knows of."""
         documents = self.link._documents
         return len([*documents._fetched, *documents._holders, *documents._waiting, *documents._wanted])
+
+    def waiting_for(self, key: str) -> int:
+        return len(self.link._documents._waiting.get(key, ()))
+
+    def heard(self) -> list[bytes]:
+        """Return the answers that the leader has sent."""
+        return list(self.from_leader)
+
+    def copies(self) -> tuple[int, int]:
+        """Return how many members have large frames to come, and how many copies of these there are."""
+        boxes = [[id(view.obj) for view in one._outbox if len(view) > 2**20] for one in self.link._members]
+        return sum(map(bool, boxes)), len({copy for box in boxes for copy in box})
+
+    def want_interrupted(self, key: str) -> None:
+        """Ask for a document, and be interrupted at once, as by Ctrl-C."""
+        order = self.link._documents._order
+
+        def interrupt(action: Callable[[], None]) -> None:
+            order(action)
+            self.link._documents._order = order
+            raise KeyboardInterrupt
+
+        self.link._documents._order = interrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            self.link.share(key, lambda: b"")
 
     def waits_in_vain(self) -> int:
         return self.link._documents.waits_in_vain

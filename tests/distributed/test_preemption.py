@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -218,6 +218,39 @@ def test_every_interleaving(terms: Terms, endings: set[int | None]) -> None:
     states, found = explore(terms)
     assert states > 100
     assert found == endings
+
+
+class SilentStore:
+    """Store to which a value does not arrive, and that answers nothing after that."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._is_silent = False
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        if name == "clone":
+            raise AttributeError(name)
+
+        def ask(*arguments: object) -> object:
+            if self._is_silent:
+                raise dist.DistNetworkError("silent")
+            self._is_silent = name == "set"
+            return None if self._is_silent else getattr(self._store, name)(*arguments)
+
+        return ask
+
+
+def test_a_moment_that_did_not_arrive_is_published_again() -> None:
+    """Another rank finds all keys for this one, so that only an answer to this rank says that its put was lost."""
+    store = dist.HashStore()
+    client, agreement = Client(store), Agreement(1, 2)
+    client.put("preempt/1/asked", Moment(0, -1).encode())
+    find = lambda _, key: client.get(key)  # noqa: E731
+    with pytest.raises(dist.DistNetworkError):
+        agreement.exchange(Client(SilentStore(store)), notice=0, find=find)  # type: ignore[arg-type]
+    assert not client.has(["preempt/1/at/1"])
+    agreement.exchange(client, notice=0, find=find)
+    assert client.has(["preempt/1/at/1"])
 
 
 # ---- threads
