@@ -396,16 +396,16 @@ class RemoteWriter(StorageWriter):
         if save.has_all_entries:
             require_held(planned.flatten, planned.names)
         storing = RetryingStore(save.store, save.deadline)
-        manifest, body = assemble_manifest(
-            planned,
-            [result.storage_data for written in results for result in written],
-            url=save.store.url,
-            save_id=save.save_id,
-            replaces=save.slot.lineage,
-            segment_names=ShardNames(0),
-            put=storing.put,
-        )
         try:
+            manifest, body = assemble_manifest(
+                planned,
+                [result.storage_data for written in results for result in written],
+                url=save.store.url,
+                save_id=save.save_id,
+                replaces=save.slot.lineage,
+                segment_names=ShardNames(0),
+                put=storing.put,
+            )
             commit.commit(storing, save.slot, body, save_id=save.save_id, deadline=save.deadline)
         except DcpRemoteError as error:
             # If the other ranks have given up, torch's next collective operation fails and its error hides this one.

@@ -436,9 +436,11 @@ class Collective:
             DcpRemoteError: The operation was cancelled.
         """
         outcome = self._outcome
+        has_waited = heard is None
         while outcome.keys is keys:
             status = outcome.coordinator_status()
-            has_left = status is not None and outcome.has_rank_left(status)
+            # The news that the coordinator has left may come before the answer that it has left behind.
+            has_left = status is not None and outcome.has_rank_left(status) and has_waited
             found = self._ask(look) if heard is None or has_left else self._hear(*heard)
             if found:
                 return found
@@ -455,6 +457,7 @@ class Collective:
             if heard is None:
                 outcome.wait(next(pauses))
             else:
+                has_waited = status is not None and outcome.has_rank_left(status)
                 heard[0].wait(POLLING_SECONDS_MAX)
         return None
 

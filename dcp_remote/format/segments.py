@@ -44,7 +44,7 @@ from dcp_remote.format.shard import HeaderEntry, header
 
 FORMAT = "dcp_remote segment"
 
-# Pieces of chunks above which a manifest is written in segments.
+# Pieces of chunks, as ranks report them, above which a manifest is written in segments.
 SEGMENT_PIECES_MAX = 200_000
 
 # Pieces of a segment, about: 0.8 MB. A rank reads two or three, and an index that grows with their number; 1 MB for
@@ -362,7 +362,8 @@ def find_segments(manifest: Manifest, boxes: Mapping[str, Iterable[tuple[Sequenc
             continue
         own = order[bounds[tensor] : bounds[tensor + 1]]
         places = value_first[own][:, None] + np.arange(tensors.dimensions[tensor])
-        low, high = segments.offsets[places], segments.offsets[places] + segments.sizes[places]
+        # A tensor without elements may have a stream, in a box without a size.
+        low, high = segments.offsets[places], segments.offsets[places] + np.maximum(segments.sizes[places], 1)
         for offsets, sizes in (box for box in wanted if len(box[0]) == low.shape[1]):
             start = np.array(offsets, dtype=np.int64)
             touched = (low < start + np.array(sizes, dtype=np.int64)) & (start < high)

@@ -92,7 +92,9 @@ def load(
     paths = _choose_paths(manifest, names, options)
     names = list(paths)
     shapes = {name: tensors.shape_of(tensors.index[name]) for name in names if name in tensors.index}
-    needed = find_segments(manifest, {name: [((0,) * len(shape), shape)] for name, shape in shapes.items()})
+    # The stream of a tensor without elements is read, too.
+    boxes = {name: [((0,) * len(shape), tuple(max(size, 1) for size in shape))] for name, shape in shapes.items()}
+    needed = find_segments(manifest, boxes)
     manifest = join_segments(store, manifest, needed, retry_seconds=timeout_seconds)
     flat: dict[str, Any] = {name: {} if name in empty else None for name in names}
     targets: list[Target] = []
@@ -156,7 +158,12 @@ def _make_tensor_targets(
     first = int(tensors.chunk_first[number])
     saved = parse_dtype(kind.dtype)
     wanted = dtype if dtype is not None and saved.is_floating_point else saved
-    if kind.encoding != RAW:
+    is_stream = kind.encoding != RAW
+    chunks = range(first, first + int(tensors.chunks[number]))
+    elements = sum(math.prod(tensors.sizes_of(chunk)) for chunk in chunks)
+    if elements != math.prod(tensors.shape_of(number)) or (is_stream and not chunks):
+        raise CorruptCheckpointError("Chunks of a tensor are in no segment. Use another checkpoint.", tensor=name)
+    if is_stream:
 
         def deliver(tensor: torch.Tensor) -> None:
             flat[name] = tensor.to(wanted)
@@ -164,9 +171,6 @@ def _make_tensor_targets(
         return [make_stream_target(manifest, tensor=number, chunk=first, deliver=deliver, allow_pickle=allow_pickle)]
     whole = flat[name] = _allocate(name, wanted, tensors.shape_of(number))
     targets: list[Target] = []
-    chunks = range(first, first + int(tensors.chunks[number]))
-    if sum(math.prod(tensors.sizes_of(chunk)) for chunk in chunks) != whole.numel():
-        raise CorruptCheckpointError("Chunks of a tensor are in no segment. Use another checkpoint.", tensor=name)
     for chunk in chunks:
         sizes = tensors.sizes_of(chunk)
         if all(sizes):

@@ -155,6 +155,20 @@ def test_load_reads_the_segments_of_what_is_chosen() -> None:
     assert not reads_of([notes], segments_of(shared, 1))
 
 
+def test_load_of_a_stream_without_elements() -> None:
+    """A sparse tensor without elements has a chunk, which no element of a box touches."""
+    store = MemoryStore()
+    dense = {f"w{number}": torch.full((4,), float(number)) for number in range(12)}
+    none, some = torch.zeros(0, 3).to_sparse(), torch.eye(2, 3).to_sparse()
+    with manager_threads(1, store) as managers:
+        managers.values(lambda _, manager: manager.save(1, {"m": dense, "y": {"e": none}, "z": {"f": some}}, wait=True))
+    assert manifest_of(store, 1).segments is not None
+    for keys in None, "y.*", ["y.e", "m.w0"]:
+        loaded = load(store, keys=keys)["y"]["e"]
+        assert loaded.layout is torch.sparse_coo
+        assert loaded.shape == (0, 3)
+
+
 def test_ranks_of_a_host_read_each_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine ranks, of which eight are linked: of these one reads the manifest, and one each segment."""
     monkeypatch.setattr(rank_restore, "_MANIFESTS_BYTES_MAX", 0)
