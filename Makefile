@@ -72,6 +72,7 @@ test-hosts: $(INSTALLED) ## Test on several hosts (namespaces: Linux, root, nfta
 test-gpu: $(INSTALLED) ## Test on a GPU and print what saves block there (make TORCH=torch test-gpu; skipped without one)
 	$(PYTHON) -m pytest tests/gpu $(ARGS)
 	$(PYTHON) -m tests.gpu.measure
+	$(PYTHON) -m tests.gpu.beside
 
 # Frameworks pin what our tools do not, and what other frameworks need, so three environments hold them. They outlive
 # `make clean`, and with them the extension that DeepSpeed compiles in its first run, in one to three minutes.
