@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.errors import CheckpointGoneError, CheckpointNotFoundError
+from dcp_remote.errors import CheckpointGoneError, CheckpointNotFoundError, InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Owner
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.info import CheckpointInfo, best_of, catalog_of, require_run_url
@@ -84,6 +84,8 @@ class Run:
         owner: Callable[[], Owner | None] = lambda: None,
     ) -> None:
         """Store the arguments; no request."""
+        if isinstance(store, str):
+            raise InvalidArgumentError("Run takes a store: use open_run(url).", url=store)
         self._store, self._timeout_seconds, self._owner = store, timeout_seconds, owner
         self._shown: CheckpointInfo | None = None  # last checkpoint that `latest`, `best` or `wait_for_newer` returned
 

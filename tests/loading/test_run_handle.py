@@ -508,3 +508,8 @@ def test_calls_wait_for_their_timeout_alone() -> None:
             open_run(store, timeout_seconds=wrong)  # type: ignore[arg-type]  # the mistakes that are tested
         with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
             dcp_remote.latest(store, timeout_seconds=wrong)  # type: ignore[arg-type]  # the same
+
+
+def test_a_url_in_place_of_a_store() -> None:
+    with pytest.raises(InvalidArgumentError, match="open_run"):
+        Run("s3://bucket/run")  # type: ignore[arg-type]
