@@ -761,9 +761,8 @@ class Heartbeat:
     def _say_goodbye(self, client: Client) -> None:
         own_key = _status_key(self._rank)
         self._empty_outbox(client)
-        client.put(
-            own_key, self._number(self._status).encode()
-        )  # ranks for which `farewell` waits may wait for an announcement
+        # Ranks for which `farewell` waits may wait for an announcement.
+        client.put(own_key, self._number(self._status).encode())
         while not self._farewell(client) and self._clock() < self._farewell_end:
             time.sleep(0.02)
         note = "closed" if self._says_goodbye else self._status.note
