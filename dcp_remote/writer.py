@@ -395,7 +395,8 @@ class RemoteWriter(StorageWriter):
         planned = to_columns(metadata)
         if save.has_all_entries:
             require_held(planned.flatten, planned.names)
-        storing = RetryingStore(save.store, save.deadline)
+        is_over = threading.Event()  # a save that has failed repeats no PUT of a segment
+        storing = RetryingStore(save.store, save.deadline.until(is_over))
         try:
             manifest, body = assemble_manifest(
                 planned,
@@ -411,6 +412,8 @@ class RemoteWriter(StorageWriter):
             # If the other ranks have given up, torch's next collective operation fails and its error hides this one.
             logger.error("not confirmed as committed: %s: %s", save.store.url, error)  # noqa: TRY400  # raised as well
             raise
+        finally:
+            is_over.set()
         save.cleanup.wait()
         logger.info(
             "committed %s: %d bytes in %d shards by %d ranks, %.1f s",

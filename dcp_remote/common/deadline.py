@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random as random_module
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -65,6 +67,14 @@ class Deadline:
     def expired(self) -> bool:
         """Return whether the deadline has passed."""
         return self.remaining_seconds() == 0
+
+    def until(self, event: threading.Event) -> Deadline:
+        """Return this deadline for requests that are repeated no more once an event is set."""
+
+        def monotonic() -> float:
+            return math.inf if event.is_set() else self.clock.monotonic()
+
+        return Deadline(self.remaining_seconds(), replace(self.clock, monotonic=monotonic))
 
     def earlier(self, seconds: float) -> Deadline:
         """Return a deadline `seconds` before this one, on the same clock: it leaves time to report a failure."""

@@ -48,7 +48,8 @@ def load(
     """Read a checkpoint, or part of it, without a template: whole tensors on the CPU, in the nesting that was saved.
 
     For one process: a notebook, an export, an inspection. One GET for the manifest (for a run up to two more, and from
-    a cloud perhaps one in vain, since requests are sent at once), and one per range of 8 MiB.
+    a cloud perhaps one in vain, since requests are sent at once), one per segment of what is chosen where the manifest
+    is in segments, and one per range of 8 MiB.
 
     Keys are strings, as torch flattens them: an optimizer's own `state_dict()`, whose keys are integers, comes back
     with "0" and "1", which `load_state_dict` accepts silently and does not use. Restore an optimizer by `dcp.load`. An

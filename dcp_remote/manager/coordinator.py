@@ -5,6 +5,7 @@ A `Collective` carries what ranks exchange; this module has what the coordinator
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,13 +160,22 @@ class Coordinator:
         Raises:
             DcpRemoteError: See `manifest_assembly.assemble_manifest` and `JobSession.commit`.
         """
-        run, storing = begun.run, RetryingStore(self._store, collective.deadline)
+        run, deadline = begun.run, collective.deadline
         segments: list[str] = []
+        # Set if the save fails: threads that still put segments repeat no request, and delete what they have put.
+        has_failed = threading.Event()
+        storing = RetryingStore(self._store, deadline.until(has_failed))
 
         def put_segment(key: str, parts: Sequence[Buffer]) -> None:
             collective.raise_if_cancelled()
+            if has_failed.is_set():
+                return
             segments.append(key)
-            storing.put(key, parts)
+            try:
+                storing.put(key, parts)
+            finally:
+                if has_failed.is_set():
+                    self.background_deletions.delete([key])
 
         try:
             manifest, body = assemble_manifest(
@@ -185,6 +195,7 @@ class Coordinator:
             collective.set_activity("committing")
             collective.begin_commit()
         except BaseException:
+            has_failed.set()
             self.background_deletions.delete(segments)
             raise
         put = [*(key for report in reports for key in report.put_keys), *segments]

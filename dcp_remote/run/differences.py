@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-from dcp_remote.format.manifest import Manifest
+from dcp_remote.common.digests import block_bytes, block_digests, piece_digest
+from dcp_remote.format.manifest import JSON, Manifest
 
 # "kind": a tensor in one, an object in the other. "content": the stored bytes differ. "unknown": they are cut
 # differently, as by another sharding, so that the manifests cannot tell.
@@ -42,8 +43,7 @@ def _collect_facts(manifest: Manifest, name: str) -> dict[State, object]:
     """Return what the manifest says of an entry, by the difference that it makes, in the order of their weight."""
     number, stored = manifest.tensors.index.get(name), manifest.stored_index.get(name)
     if number is None:
-        encoding = stored.encoding if stored is not None else None
-        return {"kind": "object", "encoding": encoding, "content": manifest.inline.get(name)}
+        return {"kind": "object", "encoding": stored.encoding if stored is not None else JSON}
     kind = manifest.tensors.kind_of(number)
     return {
         "kind": "tensor",
@@ -57,6 +57,9 @@ def _list_pieces(manifest: Manifest, name: str) -> dict[tuple[tuple[int, ...], i
     """Return the digests of the pieces of an entry by the box of their chunk, number in the chunk, and length."""
     tensors, pieces = manifest.tensors, manifest.pieces
     number, stored = tensors.index.get(name), manifest.stored_index.get(name)
+    if (text := manifest.inline.get(name)) is not None:  # as the piece that a shard would have
+        blocks = block_digests(text, size_bytes=block_bytes(len(text)))
+        return {((), 0, len(text)): piece_digest(blocks)}
     spans: dict[tuple[int, ...], tuple[int, int]] = {}
     if stored is not None:
         spans[()] = (stored.piece_first, stored.piece_first + stored.pieces)

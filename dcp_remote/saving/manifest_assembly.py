@@ -35,7 +35,8 @@ from dcp_remote.format.segments import Draft, Segment, draft_segments, put_segme
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.rank_report import JoinedNumbers, SentReport, join_numbers
 
-# Segments whose chunks are found and checked at a time, in 100 MB of memory.
+# Segments whose chunks are found and checked at a time, in 100 MB of memory. Reports that name the same shard, and all
+# between them, are one block, however large: after a restore at another world size ranks reuse shards of one another.
 _BLOCK_SEGMENTS = 8
 
 
@@ -458,8 +459,8 @@ def assemble_manifest(
     """Return the manifest of a save, and its encoded document; coordinator only. Put the segments of a large one.
 
     `reports` are those of all ranks, in their order, as `to_sent`; `url` is that of the checkpoint or run, on the
-    coordinator. Segments are put by `put` under `segment_names`; but those in `segments_known`: see
-    `segments.put_segments`. Until the document is committed they are orphans, as shards are.
+    coordinator. Segments are put by `put` under `segment_names`; those in `segments_known` are named,
+    and not put. Until the document is committed they are orphans, as shards are.
     """
     sent = [report for report in reports if isinstance(report, SentReport)]
     if len(sent) != len(reports):

@@ -82,8 +82,8 @@ def export_checkpoint(
         memory_budget_bytes: Limit of the memory for tensors, in bytes; 256 MiB.
         timeout_seconds: Time for which one request is repeated while the store fails, in seconds; 300, and at most 30
             for the first ones.
-        progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`. Bytes that
-            are written and those that are read back count.
+        progress: True for a bar of tqdm or a log; False for neither; or a function that gets a `ProgressReport`. Bytes
+            that are written and those that are read back count.
 
     Raises:
         InvalidArgumentError: The folder is not empty or is a URL, there is no tensor below `key`, `rename` leaves none,

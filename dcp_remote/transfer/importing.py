@@ -107,7 +107,7 @@ def import_checkpoint(
         memory_budget_bytes: Limit of the memory for tensors, in bytes; 256 MiB.
         timeout_seconds: Deadline of the save, in seconds; six hours. A request to the source is repeated for five
             minutes, the first ones for 30 s.
-        progress: True to draw a line or log; False for neither; or a function that gets a `ProgressReport`.
+        progress: True for a bar of tqdm or a log; False for neither; or a function that gets a `ProgressReport`.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint of a known format.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from dcp_remote import RemoteReader, RemoteWriter, Retention, Run, load
+from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import CheckpointGoneError, CorruptCheckpointError, DcpRemoteError
 from dcp_remote.format import manifest_json
 from dcp_remote.format.catalog import CATALOG_KEY
@@ -28,14 +31,14 @@ from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.info import require_run
 from dcp_remote.run.lookup import read_entry, read_manifest
 from dcp_remote.run.verification import verify
-from dcp_remote.storage.base import ObjectStore
+from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.memory import MemoryStore
 from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing import FaultyStore, RecordingStore
 from dcp_remote.testing.wrappers import Fault
 from tests.support.faults import denied, shorten_pauses
-from tests.support.rank_threads import ManagerThreads, manager_threads
+from tests.support.rank_threads import ManagerThreads, manager_threads, wait_until
 from tests.support.segments import blank, lower_segments, shard_state
 from tests.support.simulated_ranks import load_as_ranks, save_as_ranks
 from tests.support.states import equal
@@ -335,6 +338,27 @@ def test_a_save_that_fails_leaves_no_segment(refused: str) -> None:
     assert keys_of(shared) == before
     save(shared, 2)
     assert equal(restore([shared] * 2), state_at(2))
+
+
+def test_segments_that_are_put_late() -> None:
+    """The first is refused at once, while others are on their way: these are deleted as well, once they are there."""
+    shared, has_failed, numbers = MemoryStore(), threading.Event(), itertools.count()
+
+    class Late(WrappedStore):
+        def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
+            if b"dcp_remote segment" in b"".join(buffers) and not has_failed.is_set():
+                if next(numbers) == 0:
+                    raise denied()
+                assert has_failed.wait(60)
+            return self._store.put(key, buffers, condition=condition)
+
+    with manager_threads(RANKS, Late(shared)) as managers:
+        states = shard_state(state_at(1), RANKS)
+        ended = managers.run(lambda rank, manager: manager.save(1, states[rank], wait=True))
+        assert all(isinstance(one.error, DcpRemoteError) for one in ended)
+        has_failed.set()
+        wait_until(lambda: not [key for key in keys_of(shared) if key.endswith(".safetensors")])
+        assert next(numbers) > 1
 
 
 def test_ranks_read_together_if_they_have_the_same_segments() -> None:
