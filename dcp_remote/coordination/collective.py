@@ -441,7 +441,9 @@ class Collective:
             status = outcome.coordinator_status()
             # The news that the coordinator has left may come before the answer that it has left behind.
             has_left = status is not None and outcome.has_rank_left(status) and has_waited
-            found = self._ask(look) if heard is None or has_left else self._hear(*heard)
+            found: T | bytes | None = None if heard is None else self._hear(*heard)
+            if not found and (heard is None or has_left):
+                found = self._ask(look)
             if found:
                 return found
             # The coordinator posts its verdict before it publishes that it has left. The verdict is read first: a rank

@@ -183,6 +183,7 @@ class HostLink:
 
         Raises:
             RuntimeError: No thread can be started.
+            OSError: There is no free file descriptor.
         """
         self.start()
         self._order(partial(self._begin, _Round(slots, parts, answer), data))

@@ -1,4 +1,4 @@
-"""What ranks that begin at once send to a store that answers 503 above a rate: real stores, sockets and threads.
+"""Requests of ranks that begin at once, at a store that answers 503 above a rate: real stores, sockets and threads.
 
     python -m tests.scale.storm --ranks 104 [--json FILE]
 
