@@ -61,7 +61,7 @@ class Collective:
     Args:
         member: This rank as a member of the group.
         keys: Keys of the operation, by the number that this rank has counted.
-        terms: Times of the operation, and the classes of its errors.
+        terms: Times of the operation, and the classes of its errors; also an attribute.
         on_renumber: Called with the new number if the operation goes by another one.
         on_leave: Called when this rank has left the operation.
 
@@ -87,6 +87,7 @@ class Collective:
         self._outcome = Outcome(member, keys, terms, on_renumber=partial(on_renumber, self))
         self._failure_detector = FailureDetector(member, self._outcome)
         self.what = keys.what
+        self.terms = terms
         self.failed = terms.failed
         self.deadline = self._outcome.deadline
         self.has_failed_here = False
@@ -331,13 +332,12 @@ class Collective:
             outcome.raise_if_cancelled()
             keys, pauses, link = outcome.keys, self._member.polling_pauses(), self._member.link()
             series, key = keys.parts(self._round), keys.answer(self._round)
-            if link is None:
+            if link is None or not link.begin(series, series, key, data):
                 self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
                 outcome.wait(next(pauses))  # the coordinator has not even looked yet
                 answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
             else:
                 try:
-                    link.begin(series, series, key, data)
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses, (link, key))
                 finally:
                     link.end(key)

@@ -229,7 +229,8 @@ class RankGroup:
             self._number = collective.number
             if self.heartbeat is not None:
                 watched = range(1, self.world_size) if self.is_coordinator else [0]
-                self.heartbeat.enter(collective.number, collective.what, watched)
+                silence_seconds = collective.terms.silence_seconds
+                self.heartbeat.enter(collective.number, collective.what, watched, silence_seconds=silence_seconds)
 
     def abandon(self, collective: Collective, error: BaseException) -> None:
         """Leave an operation as if its block had raised this error; nothing if it was left, or never began.

@@ -52,13 +52,17 @@ POLLING_SECONDS = 0.005
 _RANKS_PER_BEAT_SECOND = 1000
 
 # Time without news of the rank that speaks for this one, after which this rank speaks for itself: so many seconds, or
-# heartbeats if that is longer.
+# heartbeats if that is longer; but no more than a part of the silence that ends the operation, or the operation would
+# end because of this rank, and not of the other.
 _NEWS_SECONDS = 4.0
 _NEWS_BEATS = 2.5
+_NEWS_SHARE = 1 / 3
 
 # Longest time without a heartbeat of its own of a rank for which another speaks: load balancers and firewalls forget a
-# connection over which nothing was sent for four minutes or more.
+# connection over which nothing was sent for four minutes or more. Other ranks wait less, down to half of it, so that
+# not all of a job have theirs at one moment.
 _OWN_SECONDS = 200.0
+_OWN_SPREAD = 101
 
 # Ranks without a heartbeat so far are looked for one by one: so many with each of this rank's heartbeats, in turn.
 _UNHEARD_PER_BEAT = 512
@@ -271,6 +275,7 @@ class Heartbeat:
         self._monitor: LivenessMonitor | None = None
         self._last_known: dict[int, RankStatus] = {}  # of each rank that was ever read
         self._unheard_from = 0
+        self._silence_seconds = math.inf
         self._reads_in_vain: dict[int, int] = {}  # by a rank for which another speaks: reads since its status changed
         self.interval_seconds = self._rest_seconds = beat_seconds
         # In the helper thread: status that this rank has told last, if the outbox was emptied since, news in place of
@@ -373,8 +378,12 @@ class Heartbeat:
         with self._status_lock:
             self._status = replace(self._status, note=one_line(text))
 
-    def enter(self, operation: int, what: str, watched: Iterable[int]) -> None:
-        """Publish at once that this rank is in an operation, and watch these ranks from now on."""
+    def enter(self, operation: int, what: str, watched: Iterable[int], *, silence_seconds: float = math.inf) -> None:
+        """Publish at once that this rank is in an operation, and watch these ranks from now on.
+
+        Ranks end the operation if one of them, or the store, is silent for `silence_seconds`.
+        """
+        self._silence_seconds = silence_seconds
         self._monitor = LivenessMonitor(watched, self._watched_at)
         self._caller = threading.current_thread()
         with self._status_lock:
@@ -654,7 +663,7 @@ class Heartbeat:
 
     def _beat(self, client: Client) -> None:
         # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
-        status = self._status
+        status, began_at = self._status, self._clock()
         self._empty_outbox(client)
         is_asked = self.is_asked and not status.is_inside
         position = position_of(self._caller) if is_asked else CallPosition()
@@ -668,7 +677,7 @@ class Heartbeat:
             client.put(_speaker_key(self._rank), pickle.dumps({**others, self._rank: data}))
         # What the outbox has put, and a first status, must be there before another rank publishes this status.
         is_own = not speaker or speaker != told.speaker or self._has_emptied
-        is_own = is_own or self._clock() >= self._own_at + _OWN_SECONDS
+        is_own = is_own or began_at >= self._own_at + _OWN_SECONDS * (1 - self._rank % _OWN_SPREAD / _OWN_SPREAD / 2)
         if is_own:
             client.put(_status_key(self._rank), data)
         was_asked, last_news, self._found = self.is_asked, self._news, {}
@@ -680,31 +689,36 @@ class Heartbeat:
         if self.is_asked and not was_asked:
             self._wake.set()  # the next heartbeat, which has the position, follows at once
         self._answered_count, self._told, self._has_emptied = self._count, status, False
-        self._own_at = self._clock() if is_own else self._own_at
+        self._own_at = began_at if is_own else self._own_at
         for hook in self._hooks:
             self._call(hook, client)
         self.interval_seconds = self._rest_seconds = self._count_interval(1 + len(others))
         if link is not None and others:
             coordinator = self._last_known.get(0)
-            link.spread(self.interval_seconds, b"" if coordinator is None else coordinator.encode(), self._found)
+            # While the store is slow, members that each speak for themselves would keep it slow.
+            slow_seconds = min(self.interval_seconds + self._clock() - began_at, self._beat_seconds)
+            seconds = max(self.interval_seconds, slow_seconds)
+            link.spread(seconds, b"" if coordinator is None else coordinator.encode(), self._found)
         elif link is not None:
             operation, is_inside = status.operation, status.is_inside
             link.tell(data, is_urgent=(operation, is_inside) != (told.operation, told.is_inside))
             if news is not None:
                 self.interval_seconds = news.seconds
-                self._rest_seconds = news.at + _patience_seconds(news) - time.monotonic()
+                self._rest_seconds = self._end_of(news) - time.monotonic()
 
     def _find_link(self) -> tuple[HostLink | None, News | None]:
         """Return the link to the other ranks of this host, and the leader's news if there are and they are fresh."""
         link = self._link()
-        try:
-            if link is not None:
-                link.start()
-        except (RuntimeError, OSError):  # no thread, or no free file descriptor
+        if link is not None and not link.start():
             link = None
         news = None if link is None else link.news
-        is_fresh = news is not None and time.monotonic() < news.at + _patience_seconds(news)
+        is_fresh = news is not None and time.monotonic() < self._end_of(news)
         return link, news if is_fresh else None
+
+    def _end_of(self, news: News) -> float:
+        """Return the moment as of which this rank speaks for itself, unless there are other news."""
+        patience_seconds = max(_NEWS_SECONDS, _NEWS_BEATS * news.seconds)
+        return news.at + min(patience_seconds, _NEWS_SHARE * self._silence_seconds)
 
     def _count_interval(self, ranks: int) -> float:
         """Return the seconds to the next heartbeat, which speaks for so many ranks; or the usual on rank 0."""
@@ -819,10 +833,6 @@ def _status_key(rank: int) -> str:
 
 def _speaker_key(rank: int) -> str:
     return f"beat/by/{rank}"
-
-
-def _patience_seconds(news: News) -> float:
-    return max(_NEWS_SECONDS, _NEWS_BEATS * news.seconds)
 
 
 def one_line(text: str, characters_max: int = _LINE_CHARACTERS_MAX) -> str:

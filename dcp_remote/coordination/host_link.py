@@ -58,6 +58,7 @@ _PING_SECONDS = 1.0
 _PINGS_MAX = 5
 # Pause before the next try to bind or connect: a process that has bound the name is about to listen, or has just died.
 _RETRY_SECONDS = 0.01
+_PASSING_ERRORS = {errno.ECONNREFUSED, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 
 # Longest wait of `close` for each of the two threads.
 _CLOSE_SECONDS = 0.5
@@ -124,6 +125,7 @@ class HostLink:
         self._speaker = _Speaker(connect, pauses, lambda *found: self._order(partial(self._finish, *found)))
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._arrived: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
+        self._awaited: set[str] = set()
         self._answers: dict[str, bytes | Exception] = {}
         self._is_closing = False
         self._start_lock, self._run_lock = threading.Lock(), threading.Lock()
@@ -144,20 +146,16 @@ class HostLink:
         self._pings = 0  # without an answer
         self._next_ping = 0.0
 
-    def start(self) -> None:
-        """Start the thread, unless it was started.
-
-        Raises:
-            RuntimeError: No thread can be started.
-            OSError: There is no free file descriptor.
-        """
-        with self._start_lock:
+    def start(self) -> bool:
+        """Start the thread, unless it was started; return False if there can be none, or no file descriptor is free."""
+        with self._start_lock, contextlib.suppress(RuntimeError, OSError):
             if self._thread is None:
                 _links.add(self)
                 self._wakers = self._wakers or _open_sockets(socket.socketpair)
                 thread = threading.Thread(target=self._run, name="dcp_remote-host", daemon=True)
                 thread.start()
                 self._thread = thread
+        return self._thread is not None
 
     @property
     def statuses(self) -> dict[int, bytes]:
@@ -166,27 +164,26 @@ class HostLink:
 
     def tell(self, status: bytes, *, is_urgent: bool) -> None:
         """Hand this rank's encoded status to the leader, which publishes it at once if it is urgent."""
-        self._order(partial(self._offer, ("status", self._rank, status, is_urgent), to_leader=True))
+        self._order(partial(self._tell_status, ("status", self._rank, status, is_urgent), is_urgent=is_urgent))
 
     def spread(self, seconds: float, status: bytes, found: Mapping[str, bytes]) -> None:
         """Send news to the members; see `News`."""
-        self._order(partial(self._offer, ("news", self._rank, seconds, status, found), to_leader=False))
+        self._order(partial(self._spread, ("news", self._rank, seconds, status, found)))
 
-    def begin(self, slots: str, parts: str, answer: str, data: bytes) -> None:
-        """Contribute to a round.
+    def begin(self, slots: str, parts: str, answer: str, data: bytes) -> bool:
+        """Contribute to a round; return False if this rank must speak for itself, as `start` says.
 
         Args:
             slots: Key of the counter that numbers the parts of the round.
             parts: Prefix of the parts: part n, a pickled dictionary of contributions by rank, is put at `<parts>/<n>`.
             answer: Key of the answer.
             data: Contribution of this rank.
-
-        Raises:
-            RuntimeError: No thread can be started.
-            OSError: There is no free file descriptor.
         """
-        self.start()
+        if not self.start():
+            return False
+        self._awaited.add(answer)
         self._order(partial(self._begin, _Round(slots, parts, answer), data))
+        return True
 
     def answer(self, key: str) -> bytes | None:
         """Return the answer of a round that was begun, once; None as long as there is none.
@@ -205,10 +202,12 @@ class HostLink:
         """Wait for some seconds, or until an answer comes."""
         with contextlib.suppress(queue.Empty):
             key, found = self._arrived.get(timeout=seconds)
-            self._answers[key] = found
+            if key in self._awaited:
+                self._answers[key] = found
 
     def end(self, key: str) -> None:
         """Stop waiting for an answer that has not come."""
+        self._awaited.discard(key)
         self._answers.pop(key, None)
         self._order(partial(self._end, key))
 
@@ -282,7 +281,7 @@ class HostLink:
                 self._bind_or_connect()
                 break
             except OSError as error:
-                is_passing = isinstance(error, ConnectionRefusedError | BlockingIOError)
+                is_passing = error.errno in _PASSING_ERRORS
                 if not is_passing or time.monotonic() >= end:
                     self._may_join = False
                     logger.info("rank %d: no link to the other ranks of this host: %s", self._rank, error)
@@ -294,8 +293,7 @@ class HostLink:
         """Become the leader, or a member.
 
         Raises:
-            ConnectionRefusedError, BlockingIOError: Neither is possible at the moment.
-            OSError: Neither is possible.
+            OSError: Neither is possible; for the moment, if the number is one of `_PASSING_ERRORS`.
         """
         own = _open_sockets(lambda: (socket.socket(socket.AF_UNIX),))[0]
         try:
@@ -408,10 +406,14 @@ class HostLink:
         else:
             self._leader.send(frame)
 
-    def _offer(self, frame: tuple[Any, ...], *, to_leader: bool) -> None:
-        for one in [self._leader] if to_leader else self._members:
-            if one is not None:
-                one.offer(frame)
+    def _tell_status(self, frame: tuple[Any, ...], *, is_urgent: bool) -> None:
+        if self._leader is not None:
+            send = self._leader.send if is_urgent else self._leader.offer
+            send(frame)
+
+    def _spread(self, frame: tuple[Any, ...]) -> None:
+        for member in self._members:
+            member.offer(frame)
 
     def _wake_soon(self) -> None:
         self._wake_at = min(self._wake_at, time.monotonic() + _STATUS_SECONDS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
+import math
 import os
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, TypeVar
@@ -48,8 +48,8 @@ class Rank:
     def speaker(self) -> int:
         return self.heartbeat._told.speaker
 
-    def enter(self, operation: int) -> None:
-        self.heartbeat.enter(operation, f"operation {operation}", [0])
+    def enter(self, operation: int, silence_seconds: float = math.inf) -> None:
+        self.heartbeat.enter(operation, f"operation {operation}", [0], silence_seconds=silence_seconds)
 
     def announced(self, name: str) -> int:
         return self.heartbeat.announced(name)
@@ -267,9 +267,12 @@ def test_a_leader_that_ends_is_followed_by_another(job: Job, how: str) -> None:
 
 
 @needs_links
-def test_a_leader_that_is_stopped_silences_nobody_else(job: Job) -> None:
-    """The others speak for themselves, and the leader alone is silent; later it speaks for them again."""
-    leader, *others = job.start(1, 2, 3, news_seconds=1.0)
+@pytest.mark.parametrize(("news_seconds", "silence_seconds"), [(1.0, math.inf), (20.0, 3.0)])
+def test_a_leader_that_is_stopped_silences_nobody_else(job: Job, news_seconds: float, silence_seconds: float) -> None:
+    """The others speak for themselves, long before they count as silent; later the leader speaks for them again."""
+    leader, *others = job.start(1, 2, 3, news_seconds=news_seconds)
+    for one in others:
+        one.call(Rank.enter, 1, silence_seconds)
     job.hear(leader, *others)
     leader.signal(signal.SIGSTOP)
     wait_until(lambda: [one.call(Rank.speaker) for one in others] == [0, 0])
@@ -370,11 +373,13 @@ class OtherLeads:
 
     statuses: ClassVar[dict[int, bytes]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_start: bool = True) -> None:
+        self._can_start = can_start
         self.told: list[bool] = []
         self.news = News(4, 1e6, b"", {}, time.monotonic())
 
-    def start(self) -> None: ...
+    def start(self) -> bool:
+        return self._can_start
 
     def tell(self, _status: bytes, *, is_urgent: bool) -> None:
         self.told.append(is_urgent)
@@ -402,33 +407,55 @@ def test_a_heartbeat_that_the_store_did_not_answer_is_put_again(monkeypatch: pyt
     assert link.told == [False, False, False, False, True]
 
 
-def test_a_connection_of_a_rank_that_is_spoken_for_is_used_again_and_again() -> None:
-    """One heartbeat of its own in 200 s, by the clock, before a firewall forgets the connection."""
+@pytest.mark.parametrize(("rank", "expected"), [(5, [1, 1, 1, 4, 4, 4, 7]), (100, [1, 1, 3, 3, 5, 5, 7])])
+def test_a_connection_of_a_rank_that_is_spoken_for_is_used_again_and_again(rank: int, expected: list[int]) -> None:
+    """One heartbeat of its own in 100 to 200 s, by rank and clock, before a firewall forgets the connection."""
     store, link, clock = dist.HashStore(), OtherLeads(), Clock()
     client = Client(store)
-    one = Heartbeat(store, 5, link=lambda: link, clock=clock)  # type: ignore[arg-type, return-value]
+    one = Heartbeat(store, rank, link=lambda: link, clock=clock)  # type: ignore[arg-type, return-value]
     counts = []
     for _ in range(7):
         one._beat(client)
-        counts.append(RankStatus.decode(client.get("beat/5")).count)
+        counts.append(RankStatus.decode(client.get(f"beat/{rank}")).count)
         clock.now += 70
-    assert counts == [1, 1, 1, 4, 4, 4, 7]
+    assert counts == expected
 
 
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many files")])
-def test_a_rank_whose_link_cannot_start_speaks_for_itself(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_rank_whose_link_cannot_start_speaks_for_itself() -> None:
     """The process may start no thread, or open no socket: each heartbeat is the rank's own."""
-    store, link = dist.HashStore(), OtherLeads()
-
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(link, "start", fail)
+    store, link = dist.HashStore(), OtherLeads(can_start=False)
     one = Heartbeat(store, 5, link=lambda: link)  # type: ignore[arg-type, return-value]
     for count in (1, 2, 3):
         one._beat(Client(store))
         own = RankStatus.decode(Client(store).get("beat/5"))
         assert (own.count, own.speaker) == (count, 0)
+
+
+class OthersFollow:
+    """Link of a leader, which has a status of rank 6."""
+
+    statuses: ClassVar[dict[int, bytes]] = {6: RankStatus(1).encode()}
+    news = None
+
+    def __init__(self) -> None:
+        self.spread_seconds: list[float] = []
+
+    def start(self) -> bool:
+        return True
+
+    def spread(self, seconds: float, _status: bytes, _found: Mapping[str, bytes]) -> None:
+        self.spread_seconds.append(seconds)
+
+
+@pytest.mark.parametrize(("slow_seconds", "expected"), [(0.0, 2.0), (5.0, 7.0), (60.0, 16.0)])
+def test_ranks_wait_for_news_as_long_as_the_store_is_slow(slow_seconds: float, expected: float) -> None:
+    """Up to the interval of ranks alone, which would make the store no faster."""
+    link, clock, store = OthersFollow(), Clock(), dist.HashStore()
+    one = Heartbeat(store, 5, beat_seconds=16.0, link=lambda: link, clock=clock)  # type: ignore[arg-type, return-value]
+    one._count_interval = lambda _ranks: 2.0  # type: ignore[method-assign, assignment]
+    one.add_hook(lambda _client: setattr(clock, "now", clock.now + slow_seconds))
+    one._beat(Client(store))
+    assert link.spread_seconds == [expected]
 
 
 def lose(_client: Client) -> bool:

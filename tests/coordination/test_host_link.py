@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import queue
@@ -67,6 +68,12 @@ class Rank:
 
         wait_until(has_come)
         return found[0]
+
+    def tell(self, status: bytes, is_urgent: bool) -> None:  # over a pipe
+        self.link.tell(status, is_urgent=is_urgent)
+
+    def statuses(self) -> dict[int, bytes]:
+        return self.link.statuses
 
     def leads(self) -> bool:
         return self.link._listening is not None
@@ -451,6 +458,75 @@ def test_a_system_without_abstract_sockets_has_no_links(host: Host, monkeypatch:
         link.close()
 
 
+@pytest.mark.parametrize("lacking", ["threads", "descriptors"])
+def test_a_rank_without_threads_or_descriptors_speaks_for_itself(
+    host: Host, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """The next round goes through the link, if the process may start one by then."""
+    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    with monkeypatch.context() as patch:
+        if lacking == "threads":
+            patch.setattr(threading.Thread, "start", no_thread)
+        else:
+            patch.setattr(socket, "socketpair", too_many_files)
+        assert not link.begin("1/slots", "1/in", "1/out", b"data")
+    assert link.begin("2/slots", "2/in", "2/out", b"data")
+    host.collect(2, 1)
+    host.finish(2, b"answer", [])
+    wait_until(lambda: link.answer("2/out") == b"answer")
+    assert host.parts(1) == []
+    link.close()
+
+
+def test_a_rank_without_descriptors_for_a_moment_is_linked_afterwards(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the name can be bound nor the leader be reached at first."""
+    (leader,) = host.link(1)
+    link = HostLink(host.name, 2, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    make, failed = host_link._open_sockets, list[int]()
+
+    def open_later(opened: Callable[[], tuple[socket.socket, ...]]) -> tuple[socket.socket, ...]:
+        if opened is not socket.socketpair and len(failed) < 3:
+            failed.append(1)
+            too_many_files()
+        return make(opened)
+
+    monkeypatch.setattr(host_link, "_open_sockets", open_later)
+    link.start()
+    wait_until(lambda: leader.call(Rank.speaks_for) == 1)
+    assert len(failed) == 3
+    link.close()
+
+
+def test_an_answer_that_comes_after_its_round_was_left_is_not_kept(host: Host) -> None:
+    """An operation was cancelled; its answer comes before the link has forgotten the round."""
+    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    for number in (1, 2):
+        link.begin(f"{number}/slots", f"{number}/in", f"{number}/out", b"data")
+    host.collect(1, 1)
+    host.collect(2, 1)
+    link._end = lambda _key: None  # type: ignore[method-assign, assignment]
+    link.end("1/out")
+    host.client.put("1/out", b"late")
+    wait_until(lambda: not link._arrived.empty())
+    host.client.put("2/out", b"answer")
+    wait_until(lambda: link.answer("2/out") == b"answer")
+    assert link._answers == {}
+    link.close()
+
+
+def test_an_urgent_status_goes_behind_what_the_leader_has_not_taken(host: Host) -> None:
+    """A rank that enters an operation says so to a leader that was busy; of other statuses the next one will do."""
+    leader, member = host.link(1, 2)
+    leader.signal(signal.SIGSTOP)
+    member.call(Rank.begin, 1, bytes(2**22))
+    for status, is_urgent in [(b"a heartbeat", False), (b"entered", True)]:
+        member.call(Rank.tell, status, is_urgent)
+    leader.signal(signal.SIGCONT)
+    wait_until(lambda: leader.call(Rank.statuses) == {2: b"entered"})
+
+
 def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host) -> None:
     """The rank that speaks raises the error; its member becomes the leader and gets the answer."""
     failing = HostLink(host.name, 1, lambda: _raise(dist.DistNetworkError("gone")), lambda _: iter([0.01] * 1000))
@@ -485,6 +561,10 @@ def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> N
     thread = links[2]._speaker._thread
     assert thread is not None
     assert thread.is_alive()
+
+
+def too_many_files(*_arguments: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def no_thread(*_arguments: object) -> None:
