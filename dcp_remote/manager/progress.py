@@ -6,7 +6,9 @@ first column, so that other output begins there, over the bar and not behind it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -241,6 +243,8 @@ class Progress:
                     self._call(self._done_bytes)
                 else:
                     self._write(self._draw)
+                    if self._closed.is_set():  # meanwhile, and `close` may not have waited
+                        self._write(self._erase)
             finally:
                 self._drawing.release()
 
@@ -268,13 +272,15 @@ class Progress:
         return ", ".join([*parts, self._others] if self._others else parts)
 
     def _write(self, act: Callable[..., None], *args: Any) -> None:
-        """Call a function that writes to the terminal; write no more if it raises."""
+        """Call a function that writes to the terminal; close the bar and write no more if it raises."""
         if self._out is not None:
             try:
                 act(self._out, *args)
                 self._out.flush()
             except Exception:  # noqa: BLE001  # a terminal that is gone must not fail a save, whatever it raises
                 self._out = None
+                with contextlib.suppress(Exception):
+                    self._bar.close()  # without a write; each `tqdm.write` of the user redraws the open bars
 
     def _draw(self, out: TextIO) -> None:
         total, done = self._total_bytes, self._done_bytes
@@ -283,21 +289,30 @@ class Progress:
             position = 0 if _is_notebook(out) else None
             self._bar = sys.modules["tqdm"].tqdm(
                 desc=self._what,
-                total=total,
                 file=out,
                 leave=False,
                 position=position,
                 unit="B",
                 unit_scale=True,
                 unit_divisor=1024,
+                delay=math.inf,  # only `display` draws
             )
+            if position == 0:
+                self._bar.close()  # so that a bar of the training loop can have that position, too
         self._bar.total, self._bar.n = total, done if total is None else min(done, total)
-        self._bar.set_postfix_str(self._others)
-        out.write("\r")
+        self._bar.set_postfix_str(self._others, refresh=False)
+        self._display(out)
 
-    def _erase(self, _out: TextIO) -> None:
+    def _erase(self, out: TextIO) -> None:
         if self._bar is not None:
             self._bar.close()
+            self._display(out, "")
+
+    def _display(self, out: TextIO, text: str | None = None) -> None:
+        """Draw the bar, or a text in its place. Unlike this, `refresh` of tqdm keeps tqdm's lock if a write raises."""
+        with self._bar.get_lock():
+            self._bar.display(text)
+            out.write("\r")
 
     def _print(self, out: TextIO, text: str) -> None:
         sys.modules["tqdm"].tqdm.write(text, file=out)
