@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import xxhash
@@ -51,26 +51,33 @@ def header(entries: Sequence[HeaderEntry], *, table_length: int) -> bytes:
 
     The entries are in the order of their data; the block table, of so many bytes, becomes the first tensor.
     """
-    tensors: dict[str, object] = {_RESERVED: {"format": "pt"}}
-    position = 0
-    if table_length:
-        tensors[TABLE_NAME] = {"dtype": "U8", "shape": [table_length], "data_offsets": [0, table_length]}
-        position = table_length
+    tensors = [(TABLE_NAME, "U8", [table_length], table_length)] if table_length else []
+    taken = {_RESERVED, TABLE_NAME}
     for entry in entries:
-        name = SAFETENSORS_NAMES.get(entry.dtype)
-        tensors[_unused(entry.name, tensors)] = {
-            "dtype": name or "U8",
-            "shape": list(entry.shape) if name else [entry.length],
-            "data_offsets": [position, position + entry.length],
-        }
-        position += entry.length
-    text = json.dumps(tensors, separators=(",", ":")).encode("utf-8")
+        name, dtype = _unused(entry.name, taken), SAFETENSORS_NAMES.get(entry.dtype)
+        taken.add(name)
+        tensors.append((name, dtype or "U8", list(entry.shape) if dtype else [entry.length], entry.length))
+    return encode_header(tensors)
+
+
+def encode_header(tensors: Iterable[tuple[str, str, list[int], int]]) -> bytes:
+    """Return the first bytes of a file of safetensors: the header's length, and the header.
+
+    A tensor is its name, the name of its dtype in safetensors, its shape, and its length in bytes; in the order of
+    their data.
+    """
+    described: dict[str, object] = {_RESERVED: {"format": "pt"}}  # asked for by Transformers
+    position = 0
+    for name, dtype, shape, length in tensors:
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + length]}
+        position += length
+    text = json.dumps(described, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return len(text).to_bytes(8, "little") + text
 
 
-def _unused(name: str, taken: dict[str, object]) -> str:
-    if name not in taken and name != TABLE_NAME:
+def _unused(name: str, taken: Collection[str]) -> str:
+    if name not in taken:
         return name
     number = 2
     while f"{name}#{number}" in taken:

@@ -9,7 +9,6 @@ folders, as of programs that cannot be changed: `out/step-100` is `<url>/step-10
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from dcp_remote.integrations import runs
 from dcp_remote.integrations.entries import leave_out
 from dcp_remote.integrations.folders import RemoteFolders, path_name_of
 from dcp_remote.integrations.runs import framework_words
-from dcp_remote.integrations.wrappers import one_or_named, training_parts, unwrap_optimizer
+from dcp_remote.integrations.wrappers import one_or_named, replaces, training_parts, unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -178,21 +177,15 @@ def enable(url: str | None = None, **settings: Any) -> None:
         url: URL of the run for folders; None leaves folders local.
         settings: Keyword arguments of `CheckpointManager` for all runs.
     """
+    global _settings, _folders  # read when a method of an accelerator is called
     runs.require_settings(settings)
-    folders = RemoteFolders(url) if url is not None else None
-    disable()
-    Accelerator.save_state = _wrap_save(_OWN["save_state"], folders, settings)
-    Accelerator.load_state = _wrap_load(_OWN["load_state"], folders, settings)
-    if folders is not None:
-        Accelerator.__init__ = _wrap_init(_OWN["__init__"], folders, settings)
-        for name in _REGISTER_HOOK:
-            setattr(Accelerator, name, _wrap_register(_OWN[name], folders))
+    _settings, _folders = settings, RemoteFolders(url) if url is not None else None
 
 
 def disable() -> None:
-    """Give back `Accelerator.save_state` and `load_state` of Accelerate, which refuse URLs."""
-    for name, own in _OWN.items():
-        setattr(Accelerator, name, own)
+    """Let `Accelerator.save_state` and `load_state` refuse URLs again; folders are local ones."""
+    global _settings, _folders  # read when a method of an accelerator is called
+    _settings, _folders = None, None
 
 
 # ---- the state
@@ -334,63 +327,6 @@ def _require_supported(accelerator: Any, hooks: Mapping[Any, Any]) -> None:
         )
 
 
-# ---- changes of Accelerate itself, made by `enable`
-
-# Files that each rank writes into every checkpoint of Accelerate.
-_OWN_FILES = "random_states_*.pkl"
-
-# Arguments of `save_state` and `load_state` about the files in a folder, which has none here.
-_ABOUT_FILES = frozenset({"safe_serialization", "map_location"})
-
-
-def _wrap_save(save: Any, folders: RemoteFolders | None, settings: Mapping[str, Any]) -> Any:
-    @functools.wraps(save)
-    def wrapped(self: Any, output_dir: Any = None, *args: Any, step: int | None = None, **kwargs: Any) -> Any:
-        automatic = _automatic_folder(self)
-        if automatic is not None and (folders is not None or is_remote(automatic)):
-            output_dir = f"{automatic}/checkpoint_{self.project_configuration.iteration}"
-        is_folder = not is_remote(output_dir)
-        if is_folder and (folders is None or not folders.is_active):
-            if step is not None:
-                kwargs["step"] = step  # may be an option of the function that saves the model
-            return save(self, output_dir, *args, **kwargs)
-        _require_no_options(kwargs)
-        options = settings if automatic is None else {**_retention_of(self), **settings}
-        if not is_folder or folders is None:
-            return save_state(self, str(output_dir), step, **options)
-        step = folders.next_step(output_dir) if step is None else step
-        # Committed when the folder is there: of a folder that is found after a kill there is a checkpoint.
-        save_state(self, folders.url_of(output_dir), step, wait=True, names=(path_name_of(output_dir),), **options)
-        folders.note_step(step)
-        folders.leave_note(output_dir, writes=self.is_local_main_process)
-        return str(output_dir)
-
-    return wrapped
-
-
-def _wrap_load(load: Any, folders: RemoteFolders | None, settings: Mapping[str, Any]) -> Any:
-    @functools.wraps(load)
-    def wrapped(self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        run_url = _automatic_folder(self)
-        if run_url is not None and not is_remote(run_url):
-            run_url = folders.url if folders is not None and folders.is_active else None
-        url = run_url if input_dir is None else input_dir
-        is_folder = not is_remote(url) and (url is None or url != run_url)
-        if is_folder and (folders is None or not folders.stands_for(input_dir, files=_OWN_FILES)):
-            return load(self, input_dir, *args, **kwargs)
-        _require_no_options(kwargs, *args)
-        if is_folder and folders is not None:
-            url = folders.saved_url_of(input_dir, **runs.storage_of(settings))
-        # The manager of the run that is saved to afterwards, which cannot be given a retention then.
-        keeps = _retention_of(self) if run_url is not None and f"{url}/".startswith(f"{run_url}/") else {}
-        step = load_state(self, str(url), **{**keeps, **settings})
-        if folders is not None:
-            folders.note_step(step)
-        return None
-
-    return wrapped
-
-
 def _require_no_options(options: Mapping[str, Any], *arguments: Any) -> None:
     """Refuse options of the functions that write and read files."""
     unknown = sorted(options.keys() - _ABOUT_FILES)
@@ -401,43 +337,11 @@ def _require_no_options(options: Mapping[str, Any], *arguments: Any) -> None:
         )
 
 
-def _wrap_init(construct: Any, folders: RemoteFolders, settings: Mapping[str, Any]) -> Any:
-    @functools.wraps(construct)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        if not folders.is_active:
-            return
-        _require_supported(self, {})
-        parent = _automatic_folder(self) or self.project_dir
-        if parent is not None and not is_remote(parent):
-            folders.find(parent, writes=self.is_local_main_process, **runs.storage_of(settings))
-
-    return wrapped
-
-
-def _wrap_register(register: Any, folders: RemoteFolders) -> Any:
-    """Return a method that refuses a hook when the program registers it, and not at the first save."""
-
-    @functools.wraps(register)
-    def wrapped(self: Any, hook: Any) -> Any:
-        if folders.is_active:
-            _require_supported(self, {"hook": hook})
-        return register(self, hook)
-
-    return wrapped
-
-
-def _refuse_urls(own: Any, instead: str) -> Any:
-    """Return a method that refuses URLs, which Accelerate's own takes for local folders."""
-
-    @functools.wraps(own)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        urls = [value for value in (*args, *kwargs.values()) if is_remote(value)]
-        if urls:
-            raise InvalidArgumentError(f"Accelerate would take this URL for a local folder. {instead}", url=urls[0])
-        return own(self, *args, **kwargs)
-
-    return wrapped
+def _require_no_urls(instead: str, *arguments: Any) -> None:
+    """Refuse URLs, which Accelerate's own methods take for local folders."""
+    urls = [value for value in arguments if is_remote(value)]
+    if urls:
+        raise InvalidArgumentError(f"Accelerate would take this URL for a local folder. {instead}", url=urls[0])
 
 
 def _retention_of(accelerator: Any) -> dict[str, Any]:
@@ -455,13 +359,90 @@ def _automatic_folder(accelerator: Any) -> str | None:
 
 # ---- changes of Accelerate itself, made when this module is imported
 
-_INSTEAD = "Call save_state and load_state of dcp_remote.integrations.accelerate, or its enable() first."
-_REGISTER_HOOK = ("register_save_state_pre_hook", "register_load_state_pre_hook")
+# Files that each rank writes into every checkpoint of Accelerate.
+_OWN_FILES = "random_states_*.pkl"
 
-# Methods without `enable`, by name.
-_OWN: dict[str, Any] = {name: getattr(Accelerator, name) for name in ("__init__", *_REGISTER_HOOK)}
-_OWN |= {name: _refuse_urls(getattr(Accelerator, name), _INSTEAD) for name in ("save_state", "load_state")}
-disable()
-Accelerator.save_model = _refuse_urls(
-    Accelerator.save_model, "save_state saves to object storage; upload the exported model by other means."
-)
+# Arguments of `save_state` and `load_state` about the files in a folder, which has none here.
+_ABOUT_FILES = frozenset({"safe_serialization", "map_location"})
+
+_INSTEAD = "Call save_state and load_state of dcp_remote.integrations.accelerate, or its enable() first."
+
+# Settings of `enable`, and folders that stand for checkpoints; None without.
+_settings: Mapping[str, Any] | None = None
+_folders: RemoteFolders | None = None
+
+
+def _remote_folders() -> RemoteFolders | None:
+    return _folders if _folders is not None and _folders.is_active else None
+
+
+@replaces(Accelerator, "save_state")
+def _save(save: Any, self: Any, output_dir: Any = None, *args: Any, step: int | None = None, **kwargs: Any) -> Any:
+    folders, automatic = _remote_folders(), _automatic_folder(self)
+    if automatic is not None and (folders is not None or (_settings is not None and is_remote(automatic))):
+        output_dir = f"{automatic}/checkpoint_{self.project_configuration.iteration}"
+    is_folder = not is_remote(output_dir)
+    if _settings is None or (is_folder and folders is None):
+        _require_no_urls(_INSTEAD, output_dir, *args, *kwargs.values())
+        if step is not None:
+            kwargs["step"] = step  # may be an option of the function that saves the model
+        return save(self, output_dir, *args, **kwargs)
+    _require_no_options(kwargs)
+    options = _settings if automatic is None else {**_retention_of(self), **_settings}
+    if not is_folder or folders is None:
+        return save_state(self, str(output_dir), step, **options)
+    step = folders.next_step(output_dir) if step is None else step
+    # Committed when the folder is there: of a folder that is found after a kill there is a checkpoint.
+    save_state(self, folders.url_of(output_dir), step, wait=True, names=(path_name_of(output_dir),), **options)
+    folders.note_step(step)
+    folders.leave_note(output_dir, writes=self.is_local_main_process)
+    return str(output_dir)
+
+
+@replaces(Accelerator, "load_state")
+def _load(load: Any, self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    folders, run_url = _remote_folders(), _automatic_folder(self)
+    if run_url is not None and not is_remote(run_url):
+        run_url = folders.url if folders is not None else None
+    url = run_url if input_dir is None else input_dir
+    is_folder = not is_remote(url) and (url is None or url != run_url)
+    if _settings is None or (is_folder and (folders is None or not folders.stands_for(input_dir, files=_OWN_FILES))):
+        _require_no_urls(_INSTEAD, input_dir, *args, *kwargs.values())
+        return load(self, input_dir, *args, **kwargs)
+    _require_no_options(kwargs, *args)
+    if is_folder and folders is not None:
+        url = folders.saved_url_of(input_dir, **runs.storage_of(_settings))
+    # The manager of the run that is saved to afterwards, which cannot be given a retention then.
+    keeps = _retention_of(self) if run_url is not None and f"{url}/".startswith(f"{run_url}/") else {}
+    step = load_state(self, str(url), **{**keeps, **_settings})
+    if folders is not None:
+        folders.note_step(step)
+    return None
+
+
+@replaces(Accelerator, "save_model")
+def _save_model(save: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    instead = "save_state saves to object storage; upload the exported model by other means."
+    _require_no_urls(instead, *args, *kwargs.values())
+    return save(self, *args, **kwargs)
+
+
+@replaces(Accelerator, "__init__")
+def _init(construct: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    construct(self, *args, **kwargs)
+    folders = _remote_folders()
+    if folders is None:
+        return
+    _require_supported(self, {})
+    parent = _automatic_folder(self) or self.project_dir
+    if parent is not None and not is_remote(parent):
+        folders.find(parent, writes=self.is_local_main_process, **runs.storage_of(_settings or {}))
+
+
+@replaces(Accelerator, "register_save_state_pre_hook")
+@replaces(Accelerator, "register_load_state_pre_hook")
+def _register(register: Any, self: Any, hook: Any) -> Any:
+    """Refuse a hook when the program registers it, and not at the first save."""
+    if _remote_folders() is not None:
+        _require_supported(self, {"hook": hook})
+    return register(self, hook)

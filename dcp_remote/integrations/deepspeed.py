@@ -24,8 +24,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -36,11 +35,12 @@ from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, r
 from dcp_remote.integrations.entries import keep_used
 from dcp_remote.integrations.folders import RemoteFolders, name_of
 from dcp_remote.integrations.runs import framework_words
+from dcp_remote.integrations.wrappers import replaces
 
 __all__ = ["EngineState", "attach", "disable", "enable", "engine_state"]
 
-# Attribute of the methods that take the places of DeepSpeed's.
-_MARK = "_dcp_remote"
+# Attribute of an engine that `attach` sets.
+_ATTACHMENT = "_dcp_remote"
 
 _STRICT = "load_module_strict=False leaves alone what checkpoint or module lack"
 _WORDS = {
@@ -54,6 +54,7 @@ _WORDS = {
     "replicas": "attach(engine, replicas='coordinator') saves those of the lowest rank",
 }
 
+_INSTEAD = "This engine takes local folders alone. Call dcp_remote.integrations.deepspeed.attach(engine) first."
 _NO_16BIT = (
     "save_16bit_model gathers the model and writes into a local folder. The checkpoints of save_checkpoint have the "
     "weights: dcp_remote.load(url, keys='model.*', dtype=torch.bfloat16) reads them."
@@ -63,12 +64,6 @@ _VALUES_SHOWN_MAX = 5
 
 # Files of every checkpoint of DeepSpeed, in the folder of its tag.
 _OWN_FILES = "*/*_states.pt"
-
-# The methods of the class before `enable`, while it is in force.
-_originals: dict[str, Callable[..., Any]] = {}
-
-# Function in place of a method: takes the engine, a call of DeepSpeed's own method, and the arguments by name.
-_Act: TypeAlias = Callable[[Any, Callable[[], Any], Mapping[str, Any]], Any]
 
 
 # ---- what users call
@@ -105,8 +100,7 @@ def attach(engine: Any, *, wait: bool = False, **settings: Any) -> None:
         )
     require_supported(engine)
     runs.require_settings(settings)
-    for name, method in _Attachment(settings, None, wait).methods(type(engine)).items():
-        setattr(engine, name, MethodType(method, engine))
+    setattr(engine, _ATTACHMENT, _Attachment(settings, None, wait))
 
 
 def enable(url: str | None = None, *, wait: bool = False, **settings: Any) -> None:
@@ -124,41 +118,18 @@ def enable(url: str | None = None, *, wait: bool = False, **settings: Any) -> No
         wait: See `attach`.
         settings: See `attach`.
     """
+    global _enabled  # noqa: PLW0603  # read when a method of an engine is called
     runs.require_settings(settings)
-    disable()
-    folders = RemoteFolders(url) if url is not None else None
-    methods = _Attachment(settings, folders, wait).methods(DeepSpeedEngine)
-    if folders is not None:
-        methods["__init__"] = _refuse_at_start(folders)
-    for name, method in methods.items():
-        _originals[name] = getattr(DeepSpeedEngine, name)
-        setattr(DeepSpeedEngine, name, method)
+    _enabled = _Attachment(settings, RemoteFolders(url) if url is not None else None, wait)
 
 
 def disable() -> None:
-    """Give all engines DeepSpeed's own methods again; those of `attach` stay."""
-    for name, method in _originals.items():
-        setattr(DeepSpeedEngine, name, method)
-    _originals.clear()
+    """Let engines take local folders alone again; those of `attach` go on taking URLs."""
+    global _enabled  # noqa: PLW0603  # read when a method of an engine is called
+    _enabled = None
 
 
-# ---- the methods of the engine
-
-
-def _method(owner: type, name: str, act: _Act) -> Callable[..., Any]:
-    """Return a method of DeepSpeed's signature that takes the place of a class's."""
-    own: Callable[..., Any] = getattr(owner, name)
-    own = inspect.unwrap(own) if getattr(own, _MARK, False) else own
-    signature = inspect.signature(getattr(DeepSpeedEngine, name))  # that of a subclass may hide the names
-
-    @functools.wraps(own)
-    def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        given = signature.bind(self, *arguments, **options)
-        given.apply_defaults()
-        return act(self, functools.partial(own, self, *arguments, **options), given.arguments)
-
-    setattr(method, _MARK, True)
-    return method
+# ---- saves and loads of an engine
 
 
 @dataclass(frozen=True)
@@ -175,17 +146,8 @@ class _Attachment:
     folders: RemoteFolders | None
     is_waiting: bool
 
-    def methods(self, owner: type) -> dict[str, Callable[..., Any]]:
-        """Return the methods that take the places of a class's, by name."""
-        acts = {
-            "save_checkpoint": self.save,
-            "load_checkpoint": self.load,
-            "save_16bit_model": _refuse_urls(_NO_16BIT, "save_dir"),
-        }
-        return {name: _method(owner, name, act) for name, act in acts.items()}
-
     @framework_words(_WORDS)
-    def save(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+    def save_checkpoint(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
         """Save to a run, or to a local folder by DeepSpeed's own method."""
         place = self._place_of(given["save_dir"], given["tag"], is_saved=True)
         if place is None:
@@ -214,7 +176,7 @@ class _Attachment:
         return is_begun
 
     @framework_words(_WORDS)
-    def load(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+    def load_checkpoint(self, engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
         """Load from a run, or from a local folder by DeepSpeed's own method."""
         place = self._place_of(given["load_dir"], given["tag"], is_saved=False)
         if place is None:
@@ -261,19 +223,6 @@ class _Attachment:
         return folders.run_url_of(folder, is_saved=is_saved), name and name_of(name)
 
 
-def _refuse_at_start(folders: RemoteFolders) -> Callable[..., Any]:
-    """Return a constructor that refuses an engine which is not supported, so that the first save does not."""
-    own = DeepSpeedEngine.__init__
-
-    @functools.wraps(own)
-    def construct(self: Any, *arguments: Any, **options: Any) -> None:
-        own(self, *arguments, **options)
-        if folders.is_active:
-            require_supported(self)
-
-    return construct
-
-
 def _require_plain(client_state: Mapping[str, Any] | None) -> None:
     """Refuse values that cannot be stored in the call, on all ranks, and not when the upload has begun.
 
@@ -308,20 +257,42 @@ def _is_url(folder: Any) -> bool:
     return is_remote(folder) or (isinstance(folder, str) and folder.startswith("file:"))
 
 
-def _refuse_urls(message: str, shown: str) -> _Act:
-    """Return a function that refuses URLs, of which DeepSpeed's own method would make a local folder, or miss it."""
-
-    def refuse(_engine: Any, own: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-        folder = given.get("save_dir", given.get("load_dir"))
-        if _is_url(folder):
-            raise InvalidArgumentError(message, **{shown: os.fspath(folder)})
-        return own()
-
-    return refuse
-
-
 # ---- changes of DeepSpeed itself, made when this module is imported
 
-_INSTEAD = "This engine takes local folders alone. Call dcp_remote.integrations.deepspeed.attach(engine) first."
+# Attachment of `enable`, for engines that have none of `attach`.
+_enabled: _Attachment | None = None
+
+
+def _replace(name: str) -> None:
+    """Replace a method by one that takes URLs by the engine's attachment, or refuses them.
+
+    DeepSpeed's own method would make a local folder of a URL, or miss it.
+    """
+    signature = inspect.signature(getattr(DeepSpeedEngine, name))
+
+    @replaces(DeepSpeedEngine, name)
+    def method(own: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        bound = signature.bind(self, *arguments, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        call_own = functools.partial(own, self, *arguments, **options)
+        attachment = vars(self).get(_ATTACHMENT, _enabled)
+        act = getattr(attachment, name, None)
+        if act is not None:
+            return act(self, call_own, given)
+        folder: Any = given.get("save_dir", given.get("load_dir"))
+        if _is_url(folder):
+            raise InvalidArgumentError(_INSTEAD if attachment is None else _NO_16BIT, url=os.fspath(folder))
+        return call_own()
+
+
 for _name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
-    setattr(DeepSpeedEngine, _name, _method(DeepSpeedEngine, _name, _refuse_urls(_INSTEAD, "url")))
+    _replace(_name)
+
+
+@replaces(DeepSpeedEngine, "__init__")
+def _init(construct: Any, self: Any, *arguments: Any, **options: Any) -> None:
+    """Make an engine; refuse one whose first save to a URL would be refused."""
+    construct(self, *arguments, **options)
+    if _enabled is not None and _enabled.folders is not None and _enabled.folders.is_active:
+        require_supported(self)

@@ -11,18 +11,15 @@ import torch
 import torch.distributed as dist
 
 from dcp_remote import LocalBoxes, Opaque, OptimizerState
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.wrappers import canonical
 from dcp_remote.integrations.zero import has_layout, names_of, read_layout
 from dcp_remote.integrations.zero_optimizer import ZeroOptimizerState
 
-__all__ = ["EngineState", "engine_state", "require_supported"]
-
 logger = logging.getLogger(__name__)
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-
-_NAMES_SHOWN_MAX = 10
 
 
 def engine_state(
@@ -114,7 +111,7 @@ class EngineModelState:
                 "The checkpoint has values of the model that the module lacks; nothing was loaded. "
                 "load_module_strict=False leaves them out.",
                 unexpected=len(unexpected),
-                names=", ".join(unexpected[:_NAMES_SHOWN_MAX]),
+                names=join_some(unexpected),
             )
         return values
 

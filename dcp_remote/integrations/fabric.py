@@ -7,7 +7,6 @@ fabric.load("s3://bucket/run", state)
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Mapping
@@ -30,15 +29,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.runs import framework_words
 from dcp_remote.integrations.strategies import RunStrategy, refuse_url
-from dcp_remote.integrations.wrappers import training_parts
-
-__all__ = [
-    "RemoteDDPStrategy",
-    "RemoteDeepSpeedStrategy",
-    "RemoteFSDPStrategy",
-    "RemoteModelParallelStrategy",
-    "RemoteSingleDeviceStrategy",
-]
+from dcp_remote.integrations.wrappers import replaces, training_parts
 
 logger = logging.getLogger(__name__)
 
@@ -315,16 +306,12 @@ def _apply(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 # ---- changes of Fabric itself, made when this module is imported
 
 _FOLDER_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-_save_locally = Fabric.save
 
 
-@functools.wraps(_save_locally)
-def _save(self: Any, path: Any, *arguments: Any, **options: Any) -> None:
+@replaces(Fabric, "save")
+def _save(save: Any, self: Any, path: Any, *arguments: Any, **options: Any) -> None:
     """Save as the strategy does; refuse URLs for those of Lightning that write folders."""
     is_of_folders = isinstance(self.strategy, _FOLDER_STRATEGIES) and not isinstance(self.strategy, RemoteStrategy)
     if is_of_folders and is_remote(path):
         refuse_url(path, self.strategy, module=__name__, user="Fabric")
-    _save_locally(self, path, *arguments, **options)
-
-
-Fabric.save = _save
+    save(self, path, *arguments, **options)

@@ -12,7 +12,6 @@ to local folders.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Mapping
@@ -38,15 +37,7 @@ from dcp_remote.integrations.lightning_removal import Removals
 from dcp_remote.integrations.lightning_values import metrics_of, to_plain
 from dcp_remote.integrations.runs import CheckpointPath, framework_words
 from dcp_remote.integrations.strategies import RunStrategy, refuse_url
-from dcp_remote.integrations.wrappers import training_parts
-
-__all__ = [
-    "RemoteDDPStrategy",
-    "RemoteDeepSpeedStrategy",
-    "RemoteFSDPStrategy",
-    "RemoteModelParallelStrategy",
-    "RemoteSingleDeviceStrategy",
-]
+from dcp_remote.integrations.wrappers import replaces, training_parts
 
 logger = logging.getLogger(__name__)
 
@@ -338,11 +329,15 @@ class RemoteStrategy(RunStrategy):
     @property
     def _engine(self) -> Any:
         """Engine of DeepSpeed; None for other strategies."""
-        return None
+        return getattr(self, "deepspeed_engine", None)
 
     def _engine_state(self) -> dict[str, Any]:
         """Return the state of the engine, which has those of model, optimizer and scheduler; {} without an engine."""
-        return {}
+        if self._engine is None:
+            return {}
+        from dcp_remote.integrations.deepspeed import engine_state
+
+        return engine_state(self._engine, exclude_frozen_parameters=bool(self.exclude_frozen_parameters))
 
     def _manager(self, run_url: str) -> CheckpointManager:
         return runs.manager_of(run_url, **self._settings)
@@ -407,30 +402,21 @@ class RemoteSingleDeviceStrategy(RemoteStrategy, SingleDeviceStrategy):
 class RemoteDeepSpeedStrategy(RemoteStrategy, DeepSpeedStrategy):
     """`DeepSpeedStrategy` with checkpoints in runs, of any stage for any other; see `RemoteStrategy`."""
 
-    @property
-    def _engine(self) -> Any:
-        """Engine of DeepSpeed."""
-        return self.deepspeed_engine
-
-    def _engine_state(self) -> dict[str, Any]:
-        from dcp_remote.integrations.deepspeed import engine_state
-
-        return engine_state(self._engine, exclude_frozen_parameters=bool(self.exclude_frozen_parameters))
-
 
 # ---- change of Trainer itself, made when this module is imported
 
 _FOLDER_STRATEGIES = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
-_save_locally = Trainer.save_checkpoint
 
 
-@functools.wraps(_save_locally)
-def _save_checkpoint(self: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None) -> None:
+@replaces(Trainer, "save_checkpoint")
+def _save_checkpoint(
+    save: Any, self: Any, filepath: Any, weights_only: Any = None, storage_options: Any = None
+) -> None:
     """Save to a run by a strategy of this module, or to a local file as Lightning does."""
     url, strategy = to_url(filepath), self.strategy
     writes_by_fsspec = not isinstance(strategy, (RemoteStrategy, *_FOLDER_STRATEGIES))
     if not is_remote(url) or writes_by_fsspec or self.model is None:
-        _save_locally(self, filepath, weights_only, storage_options)
+        save(self, filepath, weights_only, storage_options)
         return
     if not isinstance(strategy, RemoteStrategy):
         refuse_url(filepath, strategy, module=__name__, user="Trainer")
@@ -438,6 +424,3 @@ def _save_checkpoint(self: Any, filepath: Any, weights_only: Any = None, storage
         raise InvalidArgumentError("Pass storage_options in checkpoint_settings of the strategy.")
     with self.profiler.profile("save_checkpoint"):
         strategy._save(self, url, weights_only=bool(weights_only))
-
-
-Trainer.save_checkpoint = _save_checkpoint

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 
 from dcp_remote import CheckpointInfo, is_remote, open_run
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError
+from dcp_remote.integrations.wrappers import replaces
 
 # Keyword arguments of `open_run`; those of the strategy that was made last, since `ModelCheckpoint` knows of none.
 open_options: dict[str, Any] = {}
@@ -112,10 +113,7 @@ class RunFiles:
         return [info for info in open_run(url, **open_options).checkpoints() if not info.abandoned]
 
 
-def _get_filesystem(path: Any, **options: Any) -> Any:
-    return RunFiles() if is_remote(to_url(path)) else _get_own_filesystem(path, **options)
-
-
-_get_own_filesystem = model_checkpoint.get_filesystem
-for _module in (model_checkpoint, checkpoint_connector):
-    _module.get_filesystem = _get_filesystem
+@replaces(model_checkpoint, "get_filesystem")
+@replaces(checkpoint_connector, "get_filesystem")
+def _get_filesystem(get_own: Any, path: Any, **options: Any) -> Any:
+    return RunFiles() if is_remote(to_url(path)) else get_own(path, **options)

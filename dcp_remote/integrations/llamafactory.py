@@ -8,12 +8,11 @@ module refuses what trains by other means, and would save to a local folder.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.integrations.wrappers import replaces
 
 _INSTEAD = "Its checkpoints would stay in output_dir. Start it without dcp_remote.launch, or train by Trainer."
 
@@ -25,10 +24,8 @@ def enable() -> None:
     """
     from llamafactory.train import callbacks, tuner
 
-    get_arguments = tuner.get_train_args
-
-    @functools.wraps(get_arguments)
-    def get_supported_arguments(*args: Any, **kwargs: Any) -> Any:
+    @replaces(tuner, "get_train_args")
+    def get_supported_arguments(get_arguments: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = get_arguments(*args, **kwargs)
         _require_supported(finetuning=arguments[3])
         return arguments
@@ -36,10 +33,9 @@ def enable() -> None:
     def refuse_ray(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise InvalidArgumentError(f"dcp_remote does not support LLaMA-Factory with Ray (USE_RAY). {_INSTEAD}")
 
-    tuner.get_train_args = get_supported_arguments
     tuner._ray_training_function = refuse_ray
     for callback in (callbacks.FixValueHeadModelCallback, callbacks.SaveProcessorCallback):
-        callback.on_save = _where_the_folder_is(callback.on_save)
+        replaces(callback, "on_save")(_save_where_the_folder_is)
 
 
 def refuse_v1() -> NoReturn:
@@ -62,12 +58,7 @@ def _require_supported(finetuning: Any) -> None:
             raise InvalidArgumentError(f"dcp_remote does not support {setting} of LLaMA-Factory. {_INSTEAD}")
 
 
-def _where_the_folder_is(on_save: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callback that adds files to a checkpoint's folder, but makes none: a restart would resume there."""
-
-    @functools.wraps(on_save)
-    def call(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        return on_save(self, args, state, control, **kwargs) if folder.is_dir() else None
-
-    return call
+def _save_where_the_folder_is(on_save: Any, self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    """Let a callback add files to a checkpoint's folder, but make none: a restart would resume there."""
+    folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+    return on_save(self, args, state, control, **kwargs) if folder.is_dir() else None

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,39 +87,31 @@ class HeldRandomStates:
             RandomStates().load_state_dict(self._loaded)
 
 
+@dataclass(eq=False)
 class RemoteRun:
     """Checkpoints of one trainer: saves and restores them, and holds what a restore has read.
 
-    Args:
+    Attributes:
         url: URL of the run.
         settings: Keyword arguments of the manager.
         saves_only_model: True to save models alone.
         saves_frozen_base: True to save the frozen base of a PEFT model.
         resumes: True to resume from the newest checkpoint unless `train` is told otherwise.
         overlaps: True if saves return while the state is being copied; None if only where `_is_own_code` allows it.
-
-    Attributes:
-        url: URL of the run.
         folder: Temporary folder of this rank, removed when the process ends; the files of one checkpoint at a time.
         random: Random states of this rank.
         best_url: URL of the best checkpoint so far, as read from the resumed checkpoint; None if there is none.
         is_collecting: True while the state of a checkpoint is collected.
     """
 
-    def __init__(
-        self,
-        url: str,
-        settings: Mapping[str, Any],
-        *,
-        saves_only_model: bool,
-        saves_frozen_base: bool,
-        resumes: bool,
-        overlaps: bool | None,
-    ) -> None:
-        self.url = url
-        self._resumes, self._overlaps = resumes, overlaps
-        self._settings = settings
-        self._saves_only_model, self._saves_frozen_base = saves_only_model, saves_frozen_base
+    url: str
+    settings: Mapping[str, Any]
+    saves_only_model: bool
+    saves_frozen_base: bool
+    resumes: bool
+    overlaps: bool | None
+
+    def __post_init__(self) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True)
         self.folder = Path(self._temporary.name)
         self.random = HeldRandomStates()
@@ -131,12 +124,12 @@ class RemoteRun:
     @property
     def manager(self) -> CheckpointManager:
         """Manager of the run; made when first asked for, after the process group."""
-        return runs.manager_of(self.url, **self._settings)
+        return runs.manager_of(self.url, **self.settings)
 
     @property
     def stops_on_notice(self) -> bool:
         """True if SIGTERM makes the ranks save and stop."""
-        return self._settings.get("notice_seconds") is not None
+        return self.settings.get("notice_seconds") is not None
 
     def is_own(self, folder: str | None) -> bool:
         """Return whether a folder of a checkpoint stands for one in object storage."""
@@ -155,15 +148,15 @@ class RemoteRun:
             trainer.state.best_model_checkpoint = f"{self.url}/checkpoint-{step}"
         # Not left out with when_busy="skip": the checkpoint that is loaded in the end, and the last one.
         is_needed = trainer.state.best_global_step == step or trainer.control.should_training_stop
-        if is_needed and self._settings.get("when_busy") == "skip":
+        if is_needed and self.settings.get("when_busy") == "skip":
             self.manager.wait()  # so that no save is under way, for which this one would be left out
-        overlaps = _can_overlap(trainer) and (_is_own_code(trainer) if self._overlaps is None else self._overlaps)
+        overlaps = _can_overlap(trainer) and (_is_own_code(trainer) if self.overlaps is None else self.overlaps)
         # Trainer may save a step twice, as at the end of an epoch: those are one checkpoint.
         runs.save_step(
             self.url,
             step,
             lambda: self._collect(trainer, step, write_own_files),
-            settings=self._settings,
+            settings=self.settings,
             owners={"trainer": trainer},
             watched=[unwrap_optimizer(trainer.optimizer)] if overlaps else [],
             name=f"checkpoint-{step}",
@@ -196,7 +189,7 @@ class RemoteRun:
         finally:
             self.is_collecting = False
             state.best_global_step, state.best_model_checkpoint = best
-        training = self._training(trainer, is_model_alone=self._saves_only_model)
+        training = self._training(trainer, is_model_alone=self.saves_only_model)
         # Of an object that several ranks give, any rank's may be stored: of these, whose values differ, one rank's.
         own: dict[str, Any] = {}
         if trainer.args.process_index == 0:
@@ -238,7 +231,7 @@ class RemoteRun:
     def _model_state(self, trainer: Any) -> Any:
         if trainer.is_deepspeed_enabled:
             return self._engine_state(trainer)["model"]
-        is_adapter = is_peft(trainer.model) and not self._saves_frozen_base
+        is_adapter = is_peft(trainer.model) and not self.saves_frozen_base
         return AdapterState(trainer.model) if is_adapter else ModelState(trainer.model)
 
     def _engine_state(self, trainer: Any) -> dict[str, Any]:
@@ -247,7 +240,7 @@ class RemoteRun:
         is_adapter = is_peft(trainer.model)
         return engine_state(
             trainer.model_wrapped,
-            exclude_frozen_parameters=is_adapter and not self._saves_frozen_base,
+            exclude_frozen_parameters=is_adapter and not self.saves_frozen_base,
             is_strict=not is_adapter,
         )
 
@@ -266,7 +259,7 @@ class RemoteRun:
         self.best_url, self._read_from = None, None
         self.random = HeldRandomStates()
         is_local = not self._is_own_url(resume_from) and _is_local(resume_from)
-        can_resume = self._resumes and not self._has_saved and (resume_from is None or is_local)
+        can_resume = self.resumes and not self._has_saved and (resume_from is None or is_local)
         # Asked once: each restore of an empty run logs a warning.
         is_empty = can_resume and is_local and self._find_newest() is None
         if can_resume and not is_empty:
@@ -341,7 +334,7 @@ class RemoteRun:
         try:
             runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
         except CheckpointNotFoundError:
-            if self._settings.get("on_error") != "warn":
+            if self.settings.get("on_error") != "warn":
                 raise
             # Its save has failed, here or in the job from which this one was resumed.
             logger.warning("%s: there is no %s; the model stays as it was trained last", manager.url, name)
@@ -355,14 +348,14 @@ class RemoteRun:
         if "/" not in name:
             return self.manager, int(name) if name.isdecimal() else name
         runs.wait_for_saves()
-        path = runs.find_checkpoint(text, **runs.storage_of(self._settings))
+        path = runs.find_checkpoint(text, **runs.storage_of(self.settings))
         return self._manager_of(path.run_url), path.checkpoint
 
     def _is_own_url(self, resume_from: Any) -> bool:
         return str(resume_from).rstrip("/") == self.url or self.has_url(str(resume_from))
 
     def _manager_of(self, url: str) -> CheckpointManager:
-        return runs.manager_of(url, **{name: self._settings[name] for name in self._settings.keys() - _SAVING_SETTINGS})
+        return runs.manager_of(url, **{name: self.settings[name] for name in self.settings.keys() - _SAVING_SETTINGS})
 
     def _find_newest(self) -> int | None:
         """Return the step of the run's newest checkpoint; -1 if it is another framework's, None if there is none."""
@@ -373,7 +366,7 @@ class RemoteRun:
 
     def _require_start(self, trainer: Any) -> None:
         """Refuse to train from elsewhere where the run has checkpoints: its first save would fail."""
-        declares = self._settings.get("start_over") or self._settings.get("resumed_from") is not None
+        declares = self.settings.get("start_over") or self.settings.get("resumed_from") is not None
         if trainer.args.save_strategy == "no" or (declares and not self._has_saved):
             return
         found = self._find_newest()

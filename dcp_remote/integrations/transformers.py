@@ -26,6 +26,7 @@ from dcp_remote.integrations.folders import leave_to_trainer
 from dcp_remote.integrations.runs import framework_words
 from dcp_remote.integrations.trainer_retention import with_retention
 from dcp_remote.integrations.trainer_run import FOLDER_PREFIX, WORDS, RemoteRun
+from dcp_remote.integrations.wrappers import replaces
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -312,26 +313,20 @@ def _remote_class(own: Any) -> Any:
 # ---- changes of Transformers itself, made when this module is imported
 
 _enabled: Any = None
-_make_trainer = Trainer.__init__
-_parameters = inspect.signature(_make_trainer)
-_load_engine = trainer_module.deepspeed_load_checkpoint
+_parameters = inspect.signature(Trainer.__init__)
 
 
-@functools.wraps(_make_trainer)
-def _init(self: Any, *args: Any, **kwargs: Any) -> None:
+@replaces(Trainer, "__init__")
+def _init(construct: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     _require_local_output(_parameters.bind_partial(self, *args, **kwargs).arguments.get("args"))
-    _make_trainer(self, *args, **kwargs)
+    construct(self, *args, **kwargs)
     if _enabled is not None:
         remote(self, _enabled[0], **_enabled[1])
 
 
-@functools.wraps(_load_engine)
-def _load_engine_if_local(engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+@replaces(trainer_module, "deepspeed_load_checkpoint")
+def _load_engine_if_local(load: Any, engine: Any, checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
     """Leave a remote checkpoint to `_load_optimizer_and_scheduler`, which follows."""
     if any(part.startswith(FOLDER_PREFIX) for part in Path(checkpoint_path).parts):
         return None
-    return _load_engine(engine, checkpoint_path, *args, **kwargs)
-
-
-Trainer.__init__ = _init
-trainer_module.deepspeed_load_checkpoint = _load_engine_if_local
+    return load(engine, checkpoint_path, *args, **kwargs)

@@ -1,14 +1,35 @@
-"""Objects of a training as frameworks hold them: wrapped, and in lists or dicts of which some have one value."""
+"""Objects of a training as frameworks hold them: wrapped, or in lists and dicts; and methods that replace theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from dcp_remote import RandomStates, training_state
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 # Modules by which `torch.compile` and activation checkpointing wrap others.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def replaces(owner: Any, name: str) -> Callable[[_Function], _Function]:
+    """Return a decorator for the function that takes the place of a method, or of a module's function.
+
+    The function gets the one that it replaces, and then all arguments.
+    """
+    own = getattr(owner, name)
+
+    def replace(function: _Function) -> _Function:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(own, *args, **kwargs)
+
+        setattr(owner, name, call)
+        return function
+
+    return replace
 
 
 def canonical(name: str) -> str:

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SwappedPartition", "flush_shard", "map_shard", "swapped_partition"]
-
 # Key of DeepSpeed's swapper for writes that go on after a step.
 _ASYNC_SWAP_OUT = "async_swap_out"
 

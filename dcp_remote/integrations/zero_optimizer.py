@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from dcp_remote import LocalBoxes
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.zero import Layout, Partition, read_layout
 
-__all__ = ["ZeroOptimizerState"]
-
 logger = logging.getLogger(__name__)
-
-_NAMES_SHOWN_MAX = 10
 
 # Number of a group, and an option of the group, in the name of an entry; of a nested option its first key.
 _OPTION = re.compile(r"param_groups\.(\d+)\.([^.]+)")
@@ -77,7 +74,7 @@ class ZeroOptimizerState:
             states = self.state_dict()["state"]
         lacking = [name for name in states if name not in saved]
         if lacking:
-            logger.warning("the checkpoint has no optimizer state of %s", ", ".join(lacking[:_NAMES_SHOWN_MAX]))
+            logger.warning("the checkpoint has no optimizer state of %s", join_some(lacking))
         # A number of its own for each parameter, since each is read.
         states = {
             name: {key: value if isinstance(value, LocalBoxes) else value.clone() for key, value in state.items()}

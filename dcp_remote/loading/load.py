@@ -21,10 +21,10 @@ from dcp_remote.format.manifest import RAW, Manifest
 from dcp_remote.format.segments import find_segments
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.load_options import LoadOptions, Path, Patterns, Rename, rename_path
-from dcp_remote.loading.targets import TensorTarget, make_object_target, make_stream_target
+from dcp_remote.loading.targets import make_box_targets, make_object_target, make_stream_target
 from dcp_remote.run.lookup import join_segments, read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
-from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
+from dcp_remote.serialization.tensors import dtype_name, empty_tensor, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
@@ -171,15 +171,7 @@ def _make_tensor_targets(
 
         return [make_stream_target(manifest, tensor=number, chunk=first, deliver=deliver, allow_pickle=allow_pickle)]
     whole = flat[name] = _allocate(name, wanted, tensors.shape_of(number))
-    targets: list[Target] = []
-    for chunk in chunks:
-        sizes = tensors.sizes_of(chunk)
-        if all(sizes):
-            part = narrow(whole, Box(tensors.offsets_of(chunk), sizes))
-            box = Box((0,) * len(sizes), sizes)
-            # `detach` returns a view of the same memory.
-            targets.append(TensorTarget(manifest, tensor=number, chunk=chunk, box=box, resolve=part.detach))
-    return targets
+    return make_box_targets(manifest, number, Box((0,) * whole.dim(), tuple(whole.shape)), whole)
 
 
 def _allocate(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:

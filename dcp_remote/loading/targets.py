@@ -127,6 +127,27 @@ class TensorTarget:
         return destination
 
 
+def make_box_targets(manifest: Manifest, tensor: int, box: Box, into: torch.Tensor) -> list[Target]:
+    """Make the targets that read a box of a tensor, which is stored as its elements, into a tensor of the box's shape.
+
+    There is one for each chunk with elements of the box.
+    """
+    tensors = manifest.tensors
+    offsets, sizes = tensors.boxes_of(tensor)
+    starts = np.array(box.offsets, dtype=np.int64)
+    # For all chunks at once: a tensor of many chunks is read in as many boxes.
+    touched = ((offsets < starts + np.array(box.sizes, dtype=np.int64)) & (offsets + sizes > starts)).all(axis=1)
+    targets: list[Target] = []
+    for chunk in (int(tensors.chunk_first[tensor]) + np.flatnonzero(touched)).tolist():
+        whole = Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk))
+        if common := box.intersection(whole):
+            part = common.relative_to(whole.offsets)
+            # `detach` returns a view of the same memory.
+            resolve = narrow(into, common.relative_to(box.offsets)).detach
+            targets.append(TensorTarget(manifest, tensor=tensor, chunk=chunk, box=part, resolve=resolve))
+    return targets
+
+
 class BytesTarget:
     """Target for a whole object or stream: a fresh buffer, given to `done` when it is complete, which may keep it."""
 

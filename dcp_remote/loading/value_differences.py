@@ -15,10 +15,10 @@ import torch
 from dcp_remote.common.geometry import Box, boxes_of_run
 from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW, Manifest
-from dcp_remote.loading.engine import Target, read_targets
-from dcp_remote.loading.targets import TensorTarget
+from dcp_remote.loading.engine import read_targets
+from dcp_remote.loading.targets import make_box_targets
 from dcp_remote.run.differences import State
-from dcp_remote.serialization.tensors import empty_tensor, narrow, parse_dtype, view_as_integers
+from dcp_remote.serialization.tensors import empty_tensor, parse_dtype, view_as_integers
 from dcp_remote.storage import ObjectStore
 
 # Elements of a part, whose differences are computed as float64 in some copies; and tensors that are read at a time.
@@ -112,15 +112,9 @@ def _cut(manifest: Manifest, name: str) -> Iterator[Box]:
 
 def _read(store: ObjectStore, manifest: Manifest, name: str, part: Box, retry_seconds: float) -> torch.Tensor:
     """Read a part of a tensor from all chunks that have elements of the part."""
-    tensors, number = manifest.tensors, manifest.tensors.index[name]
-    into = empty_tensor(parse_dtype(tensors.kind_of(number).dtype), part.sizes)
-    targets: list[Target] = []
-    for chunk in range(*tensors.chunk_first[number : number + 2].tolist()):
-        whole = Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk))
-        if common := part.intersection(whole):
-            resolve = narrow(into, common.relative_to(part.offsets)).detach
-            box = common.relative_to(whole.offsets)
-            targets.append(TensorTarget(manifest, tensor=number, chunk=chunk, box=box, resolve=resolve))
+    number = manifest.tensors.index[name]
+    into = empty_tensor(parse_dtype(manifest.tensors.kind_of(number).dtype), part.sizes)
+    targets = make_box_targets(manifest, number, part, into)
     read_targets(store, manifest, targets, memory_budget_bytes=_BUDGET_BYTES, retry_seconds=retry_seconds)
     return into
 

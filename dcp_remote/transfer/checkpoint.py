@@ -7,22 +7,21 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.text import format_count
+from dcp_remote.common.text import format_count, join_some
 from dcp_remote.common.units import MiB
 from dcp_remote.format.manifest import RAW
 from dcp_remote.loading.engine import Target, read_targets
 from dcp_remote.loading.read_plan import Want
-from dcp_remote.loading.targets import BytesTarget, TensorTarget, make_object_target
+from dcp_remote.loading.targets import BytesTarget, make_box_targets, make_object_target
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.serialization.state_dict import unwrap_per_rank
-from dcp_remote.serialization.tensors import dtype_name, empty_tensor, narrow, parse_dtype
+from dcp_remote.serialization.tensors import dtype_name, empty_tensor, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location
 
@@ -33,8 +32,6 @@ LOOK_SECONDS = 30.0
 
 # dtypes in which large values become infinite.
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
-
-_SHOWN_MAX = 5
 
 
 class SavedCheckpoint:
@@ -85,34 +82,11 @@ class SavedCheckpoint:
 
         Costs one GET per range of 8 MiB, and one per shard of which a piece is read in part.
         """
-        targets: list[Target] = []
-        tensors = self.manifest.tensors
         parts = list(parts)
-        for name, box, into in parts:
-            number = tensors.index[name]
-            first = int(tensors.chunk_first[number])
-            offsets, sizes = tensors.boxes_of(number)
-            starts = np.array(box.offsets, dtype=np.int64)
-            # For all chunks at once: a tensor of many chunks is read in as many boxes.
-            touched = ((offsets < starts + np.array(box.sizes, dtype=np.int64)) & (offsets + sizes > starts)).all(
-                axis=1
-            )
-            for chunk in (first + np.flatnonzero(touched)).tolist():
-                own = Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk))
-                common = own.intersection(box)
-                if common is not None:
-                    destination = narrow(into, common.relative_to(box.offsets))
-                    targets.append(
-                        TensorTarget(
-                            self.manifest,
-                            tensor=number,
-                            chunk=chunk,
-                            box=common.relative_to(own.offsets),
-                            resolve=partial(_return_same, destination),
-                            commit=_ignore,
-                        )
-                    )
-        self._read(targets)
+        targets = [
+            make_box_targets(self.manifest, self.manifest.tensors.index[name], box, into) for name, box, into in parts
+        ]
+        self._read([*chain(*targets)])
         for name, _, into in parts:
             is_converted = into.dtype in _NARROW and into.dtype != self.dtype(name)
             if is_converted and any(part.isinf().any() for part in into.reshape(-1).split(MiB)):
@@ -130,7 +104,7 @@ class SavedCheckpoint:
             logger.warning(
                 "the conversion left infinite values in %s: %s",
                 format_count(len(self._overflowed), "tensor"),
-                ", ".join(f"{name} ({dtype_name(own)})" for name, own in islice(self._overflowed.items(), _SHOWN_MAX)),
+                join_some([f"{name} ({dtype_name(own)})" for name, own in self._overflowed.items()]),
             )
 
     def objects(self, names: Sequence[str]) -> dict[str, Any]:
@@ -180,10 +154,6 @@ class SavedCheckpoint:
 def size_of(box: Box, dtype: torch.dtype) -> int:
     """Return the size of a box in bytes."""
     return math.prod(box.sizes) * dtype.itemsize
-
-
-def _return_same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _ignore(_value: object) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from dcp_remote.common.text import join_some
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.load_options import Rename
@@ -26,8 +27,6 @@ from dcp_remote.transfer.torch_export import TorchExport
 
 # Key of the weights in states.
 _KEY = "model"
-
-_SHOWN_MAX = 5
 
 
 def export_checkpoint(
@@ -177,7 +176,7 @@ def _require_empty(target: Path, *, but: Path | None = None) -> None:
         raise InvalidArgumentError(
             "The folder is not empty. Name another one, or remove what an export that was killed has left (.export-…).",
             folder=str(target),
-            found=", ".join(found[:_SHOWN_MAX]),
+            found=join_some(found),
         )
 
 

@@ -127,12 +127,7 @@ class PiecePlanner(DefaultSavePlanner):
 
 
 def _make_item(item: WriteItem, data: TensorWriteData, box: Box, number: int) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(item.index.fqn, torch.Size(box.offsets), number),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-            properties=data.properties,
-            size=data.size,
-        ),
-    )
+    offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+    index = MetadataIndex(item.index.fqn, offsets, number)
+    part = replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+    return replace(item, index=index, type=WriteItemType.SHARD, tensor_data=part)

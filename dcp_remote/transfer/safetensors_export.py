@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
+from dcp_remote.format.shard import encode_header
 from dcp_remote.loading.load_options import LoadOptions, Rename
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import byte_view, dtype_name
@@ -38,8 +39,6 @@ _OTHER_WEIGHTS = re.compile(
 
 # Key of a header that is no tensor.
 _METADATA = "__metadata__"
-
-_SHOWN_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class SafetensorsExport:
         self, path: Path, tensors: Sequence[_Tensor], add: Callable[[int], None]
     ) -> list[tuple[str, int, bytes]]:
         """Write a file; return the name, the length and the digest of each part of it, in order."""
-        header = _make_header(tensors)
+        header = encode_header((one.title, _NAMES[one.dtype], list(one.shape), one.size_bytes) for one in tensors)
         parts = [("the header", len(header), digest(header))]
         # Boxes that are contiguous, in the order of their elements.
         boxes = {
@@ -156,7 +155,7 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
         logger.warning(
             "left out of the export, since safetensors hold no objects: %d entries, such as %s",
             len(left),
-            ", ".join(left[:_SHOWN_MAX]),
+            join_some(left),
         )
     titles = {name.removeprefix(prefix): name for name in tensors}
     renamed = LoadOptions(rename=rename).rename_entries(titles)
@@ -194,22 +193,6 @@ def _divide(tensors: Iterator[_Tensor], bytes_max: int) -> dict[str, list[_Tenso
     if len(groups) == 1:
         return {WEIGHTS_FILE: groups[0]}
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
-
-
-def _make_header(tensors: Sequence[_Tensor]) -> bytes:
-    """Return the beginning of a file: length of the header, and the header."""
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # asked for by Transformers
-    begin = 0
-    for tensor in tensors:
-        header[tensor.title] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, begin + tensor.size_bytes],
-        }
-        begin += tensor.size_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _verify(path: Path, parts: Sequence[tuple[str, int, bytes]], add: Callable[[int], None]) -> None:

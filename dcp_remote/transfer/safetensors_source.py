@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from dcp_remote.common.geometry import Box
-from dcp_remote.common.text import format_count
+from dcp_remote.common.text import escape_unprintable, format_count, join_some
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
@@ -40,7 +40,6 @@ DTYPES = {name: parse_dtype(dtype) for dtype, name in SAFETENSORS_NAMES.items()}
 # Index of a variant, too: `diffusion_pytorch_model.safetensors.index.fp16.json`.
 _INDEX = re.compile(r".*\.safetensors\.index(\.[\w-]+)?\.json")
 _PART = re.compile(r".*-\d{5}-of-\d{5}(\.[\w-]+)?\.safetensors")
-_SHOWN_MAX = 5
 
 # Key of the state below which the weights are.
 _KEY = "model"
@@ -96,7 +95,7 @@ class SafetensorsSource(Source):
             logger.warning(
                 "left out of the import: %s, such as %s",
                 format_count(len(left), "file"),
-                ", ".join(map(_shown, left[:_SHOWN_MAX])),
+                join_some([*map(escape_unprintable, left)]),
             )
         if sides:
             self.state["files"] = Files(dict(zip(sides, map(bytes, self._read_files(sides)), strict=True)))
@@ -110,7 +109,7 @@ class SafetensorsSource(Source):
                 raise InvalidArgumentError(
                     "The folder has several indexes of weights. Copy the files of one of them into another folder.",
                     url=self.url,
-                    files=", ".join(map(_shown, indexes[:_SHOWN_MAX])),
+                    files=join_some([*map(escape_unprintable, indexes)]),
                 )
             (index,) = indexes
         if indexes:
@@ -129,7 +128,7 @@ class SafetensorsSource(Source):
             raise CorruptCheckpointError(
                 "Files of weights in several parts have no index, so that some may be missing. Copy all files.",
                 url=self.url,
-                files=", ".join(parts[:_SHOWN_MAX]),
+                files=join_some([*map(escape_unprintable, parts)]),
             )
         return [WEIGHTS_FILE] if WEIGHTS_FILE in files else files
 
@@ -220,7 +219,7 @@ class SafetensorsSource(Source):
             "These files have parts of tensors, as torch's HuggingFaceStorageWriter saves them on each rank. Put them "
             "together first: pass enable_consolidation=True to it, or use consolidate_safetensors_files of torch.",
             url=self.url,
-            files=", ".join(map(_shown, files[:_SHOWN_MAX])),
+            files=join_some([*map(escape_unprintable, files)]),
         )
 
     def _corrupt(self, file: str, why: str, **details: object) -> CorruptCheckpointError:
@@ -240,11 +239,6 @@ def _has_parts(sharding: object) -> bool:
         return any(any(place["saved_offsets"]) for place in json.loads(str(sharding)).values())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return True
-
-
-def _shown(file: str) -> str:
-    """Return a name without characters that a terminal would obey."""
-    return file if file.isprintable() else ascii(file)
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

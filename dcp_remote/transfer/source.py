@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dcp_remote.common.deadline import Deadline
+from dcp_remote.common.text import join_some
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, ObjectNotFoundError
 from dcp_remote.format.catalog import CATALOG_KEY
@@ -31,8 +32,6 @@ PIECE_BYTES_MAX = 32 * MiB
 
 _SAFETENSORS = ".safetensors"
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".bin")
-
-_SHOWN_MAX = 5
 
 
 def open_source(
@@ -67,7 +66,7 @@ def open_source(
         "Nothing that can be imported lies here: neither torch's .metadata, nor files of safetensors; a file of "
         f"torch.save is named itself. {describe_keys(keys, store.url) or ''}".rstrip(),
         url=store.url,
-        found=", ".join(keys[:_SHOWN_MAX]) or "nothing",
+        found=join_some(keys) or "nothing",
     )
 
 

@@ -22,11 +22,9 @@ from dcp_remote.coordination.torch_errors import plain_errors
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import byte_view
-from dcp_remote.storage import open_store
-from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
 from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
 from dcp_remote.transfer.piece_planner import PiecePlanner
-from dcp_remote.transfer.ranges import RangeReader
+from dcp_remote.transfer.source import open_source
 from dcp_remote.transfer.tensor_source import cut_pieces
 from dcp_remote.transfer.torch_source import TORCH_METADATA_FILE, TorchSource
 
@@ -72,12 +70,10 @@ class TorchExport:
                 while error is not None and not isinstance(error, OSError):
                     error = error.__context__
                 raise (error or failed.failures[0][0]) from None
-        store = open_store(folder)
-        files = [store.head(path.name) for path in folder.iterdir()]
-        reader = RangeReader(store, files, retry_seconds=RANGE_RETRY_SECONDS)
-        written = TorchSource(reader, allow_pickle=True, piece_bytes_max=2 * self._bytes_max)
+        written = open_source(folder, allow_pickle=True, piece_bytes_max=2 * self._bytes_max)
+        assert isinstance(written, TorchSource)
         for name, span in written.object_ranges.items():
-            self._require_equal(folder, name, reader.read([span])[0], planner.object_digests[name])
+            self._require_equal(folder, name, written.reader.read([span])[0], planner.object_digests[name])
         for name in self._dtypes:
             for box in written.pieces(name):
                 (tensor,) = written.read([(name, box)])

@@ -44,10 +44,10 @@ def saves_in_the_background(url: str) -> None:
 
 def every_class_is_patched(url: str) -> None:
     """By `enable`, until `disable`; local folders are DeepSpeed's, and no URL becomes a folder."""
-    original = DeepSpeedEngine.save_checkpoint
     enable(wait=True, progress=False)
     enable(wait=True, progress=False)
-    assert inspect.signature(DeepSpeedEngine.save_checkpoint) == inspect.signature(original)
+    own = inspect.unwrap(DeepSpeedEngine.save_checkpoint)
+    assert inspect.signature(DeepSpeedEngine.save_checkpoint) == inspect.signature(own)
     engine = make_engine(**KINDS["2"])
     train(engine, 1)
     engine.save_checkpoint(url)
@@ -67,7 +67,10 @@ def every_class_is_patched(url: str) -> None:
     engine.save_checkpoint(str(folder), tag="y")
     assert (folder / "latest").read_text() == "y"
     disable()
-    assert DeepSpeedEngine.save_checkpoint is original
+    engine.save_checkpoint(url, tag="attached")
+    other = make_engine(**KINDS["2"])
+    for call in (other.save_checkpoint, other.load_checkpoint, other.save_16bit_model):
+        assert "attach(engine)" in raised(call, url)
 
 
 def folders_go_below_a_url(url: str) -> None:
