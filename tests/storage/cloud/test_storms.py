@@ -11,7 +11,7 @@ import pytest
 from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage import limits
 from dcp_remote.storage.cloud import throttle
-from dcp_remote.storage.cloud.throttle import PROCESSES_MAX, SHARE_MIN, Throttle
+from dcp_remote.storage.cloud.throttle import PROCESSES_MAX, REQUESTS_MAX, SHARE_MIN, Throttle
 from dcp_remote.storage.limits import count_processes
 from dcp_remote.storage.location import Location, join_job
 from dcp_remote.storage.request_context import limit_requests
@@ -117,28 +117,52 @@ def test_a_job_begins_gently_again_after_a_time_without_requests() -> None:
     assert one.share == 0.5
 
 
-def test_less_than_a_request_is_a_pause() -> None:
-    """Begin as one of 64,000, at the latest of the random times: after a pause, and after another one."""
+def test_no_pause_follows_a_stray_refusal() -> None:
+    """Refuse a request of one of 10,000 after many answers: the next one begins at once, but not after two refusals."""
     clock = Clock()
-    one = Throttle(clock, uniform=lambda _low, high: high, processes=lambda: 64_000)
+    one = Throttle(clock, uniform=lambda _low, high: high, processes=lambda: 10_000)
+
+    def send(*, refused: bool) -> bool:
+        has_begun = one.begin(0)
+        if has_begun:
+            one.end(refused=refused)
+        return has_begun
+
+    for _ in range(60):
+        clock.seconds += 1
+        send(refused=False)
+    assert one.share == 1
+    assert all(send(refused=False) for _ in range(REQUESTS_MAX))
+    assert send(refused=True)
+    assert send(refused=True)
+    assert not send(refused=False)
+
+
+@pytest.mark.parametrize("processes", [64_000, 640_000])
+def test_less_than_a_request_is_a_pause(processes: int) -> None:
+    """Begin as one of very many, at the latest of the random times: after a pause, and after another one."""
+    clock = Clock()
+    one = Throttle(clock, uniform=lambda _low, high: high, processes=lambda: processes)
     pauses = []
     for _ in range(2):
         began = clock.seconds
         while not one.begin(0):
             clock.seconds += 0.1
+            assert clock.seconds < began + 100
         pauses.append(round(clock.seconds - began, 1))
         one.end(refused=True)
-    assert pauses[0] == pytest.approx(2 * 0.1 * 1000 / 32, abs=0.2)
+    assert pauses == pytest.approx([2 * 0.1 * processes / 64 / 32] * 2, abs=0.2)
     assert one.share >= SHARE_MIN / 32_000
 
 
-def test_one_slow_answer_doubles_the_share_at_most() -> None:
-    """One of 10,000 has a large shard, whose put takes eight seconds and is not refused."""
+@pytest.mark.parametrize("seconds", [8, 3600])
+def test_one_slow_answer_doubles_the_share_at_most(seconds: float) -> None:
+    """One of 10,000 has a large shard, whose put takes eight seconds; or it is stopped for an hour meanwhile."""
     clock = Clock()
     one = Throttle(clock, uniform=lambda low, _high: low, processes=lambda: 10_000)
     assert one.begin(0)
     first = one.share
-    clock.seconds += 8
+    clock.seconds += seconds
     one.end(refused=False)
     assert one.share == 2 * first
     assert not one.is_overloaded  # a late read may be sent twice
@@ -153,6 +177,20 @@ def test_a_pause_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None
         one.send(lambda: None)
     one._resume_seconds = 0.0
     assert one.send(lambda: "answer") == "answer"
+
+
+def test_a_request_whose_deadline_passed_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a save fail while one of its requests waits, just before its turn."""
+    one, left, sent = Throttle(uniform=lambda _low, _high: 1e9, processes=lambda: 100_000), [1.0], list[str]()
+
+    def wait_seconds() -> float:
+        left[0] = one._resume_seconds = 0.0
+        return 0.01
+
+    monkeypatch.setattr(one, "wait_seconds", wait_seconds)
+    with limit_requests(lambda: left[0]), pytest.raises(TransientStorageError, match="No time is left"):
+        one.send(lambda: sent.append("request"))
+    assert not sent
 
 
 def test_requests_have_their_turn_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,12 +100,21 @@ def test_the_share_recovers() -> None:
     assert all(after <= 1.1 * before + 1 for before, after in pairwise(limits)), limits
 
 
+def test_the_share_recovers_sooner_after_a_time_without_requests() -> None:
+    """Refuse everything before a time without requests, and nothing after it: the share doubles each second."""
+    host = Host(4)
+    host.offer(seconds=20, taken=lambda _: 0)
+    host.clock.seconds += 60
+    host.offer(seconds=7, taken=lambda sent: sent)
+    assert host.share() == 1
+
+
 @pytest.mark.parametrize(("in_flight", "capacity"), [(32, 4), (32, 16), (32, 24), (16, 4), (16, 8)])
 def test_one_step_reaches_the_capacity(in_flight: int, capacity: int) -> None:
     """Send more than a store takes at a time, for an interval: the limit is then what the store takes."""
     clock, refused = Clock(), in_flight - capacity
     one = Throttle(clock)
-    send_together(one, 8, repeat(False))
+    send_together(one, 10, repeat(False))
 
     def answers() -> Iterator[bool]:
         for number in range(in_flight):
@@ -131,6 +140,17 @@ def test_a_few_refusals_are_no_overload() -> None:
         host.offer(seconds=1, taken=lambda sent: sent - sent // 20)
         shares.append(host.share())
     assert sum(shares) / len(shares) > 0.9
+
+
+def test_one_refusal_is_no_overload() -> None:
+    """Refuse the first of requests that are sent one after another: those that are sent together later are as many."""
+    clock = Clock()
+    one = Throttle(clock)
+    for number in range(20):
+        send_together(one, 1, iter([number == 0]))
+        clock.seconds += 0.2
+    assert one.share == 1
+    assert not one.is_overloaded
 
 
 def test_slots(monkeypatch: pytest.MonkeyPatch) -> None:
