@@ -150,12 +150,9 @@ def __getattr__(name: str) -> object:
         return getattr(import_module(f"dcp_remote.{_LAZY[name]}"), name)
     if name == "__version__":
         # The installation's metadata, whose one source is pyproject.toml; importing the reader of these takes a while.
-        from importlib import metadata
+        from dcp_remote.common.provenance import own_version
 
-        try:
-            return metadata.version("dcp-remote")
-        except metadata.PackageNotFoundError:  # a tree on sys.path that was never installed
-            return "unknown"
+        return own_version()
     raise AttributeError(f"module 'dcp_remote' has no attribute {name!r}")
 
 

@@ -31,10 +31,10 @@ from dcp_remote.loading.read_items import make_target_layers
 from dcp_remote.run.lookup import read_manifest
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import (
+    Located,
     Location,
     SharedLocation,
     ThreadLocation,
-    is_location,
     join_job,
     require_budget,
     require_timeout,
@@ -55,7 +55,7 @@ class _ThreadLoad(ThreadLocation):
         self.is_coordinator = False
 
 
-class RemoteReader(StorageReader):
+class RemoteReader(Located, StorageReader):
     """Read a checkpoint: `dcp.load(state, storage_reader=RemoteReader("s3://bucket/checkpoint"))`.
 
     Works at any world size and with any sharding of the template. Each rank makes one GET for the manifest (for a run
@@ -92,6 +92,8 @@ class RemoteReader(StorageReader):
         InvalidArgumentError: The URL or an option is wrong; no request is made here.
     """
 
+    _thread: _ThreadLoad
+
     def __init__(
         self,
         url: str | os.PathLike[str] | ObjectStore,
@@ -119,25 +121,12 @@ class RemoteReader(StorageReader):
         self._timeout_seconds = timeout_seconds
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
-        self._load = _ThreadLoad(SharedLocation(Location.of(url, storage_options)))
-
-    def __repr__(self) -> str:
-        """Return the URL, never an option: some are secrets."""
-        return f"RemoteReader({self._store.url!r})"
-
-    @property
-    def _store(self) -> ObjectStore:
-        return self._load.location.store
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """URL or path of the checkpoint, as it was given; torch's logger reads it."""
-        return self._load.location.checkpoint_id
+        self._thread = _ThreadLoad(SharedLocation(Location.of(url, storage_options)))
 
     @property
     def load_id(self) -> str | None:
         """Id of the load under way in this thread, or of the last one; None before the first."""
-        return self._load.load_id
+        return self._thread.load_id
 
     def planner(self) -> RemoteLoadPlanner:
         """Return a planner with the options of this reader, for one load: a reader never sees the state itself."""
@@ -151,8 +140,8 @@ class RemoteReader(StorageReader):
         Never raises: if the URL cannot be opened, every load fails at `read_metadata` until a later call gives one that
         can. A new thread begins with the URL that the last call, in any thread, has set.
         """
-        self._load.manifest = None
-        self._load.move_to(checkpoint_id)
+        self._thread.manifest = None
+        self._thread.move_to(checkpoint_id)
 
     # Not named `kwargs`: torch would then call again with `rank=` after a failure, and leave out the collective calls
     # on this rank alone, which hangs all ranks (state_dict_loader.py of torch 2.13).
@@ -171,20 +160,20 @@ class RemoteReader(StorageReader):
             InvalidArgumentError: When used: `reset` was given a URL that cannot be opened, or a plain path although
                 this reader's URL is none.
         """
-        self._load.load_id = os.urandom(16).hex()
-        self._load.manifest = None
+        self._thread.load_id = os.urandom(16).hex()
+        self._thread.manifest = None
         try:
-            self._load.raise_refusal()
-            join_job(self._load.location, default_world_size())
+            self._thread.raise_refusal()
+            join_job(self._thread.location, default_world_size())
             manifest = read_manifest(self._store, step=self._step, retry_seconds=self._timeout_seconds)
             metadata = to_dcp_metadata(manifest)
         except Exception as error:  # noqa: BLE001  # raised when the metadata is used
             return _UnreadMetadata(make_picklable(error))
-        self._load.manifest = manifest
+        self._thread.manifest = manifest
         metadata.storage_meta = SourceMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=manifest.save_id,
-            load_id=self._load.load_id,
+            load_id=self._thread.load_id,
             step=manifest.run.step if manifest.run is not None else None,
             thinned=manifest.run.thinned if manifest.run is not None else (),
         )
@@ -199,7 +188,7 @@ class RemoteReader(StorageReader):
         """
         if isinstance(metadata, _UnreadMetadata):
             raise metadata.error
-        self._load.is_coordinator = is_coordinator
+        self._thread.is_coordinator = is_coordinator
         name_speaker(self._store.url, is_speaker=is_coordinator)
         planned = metadata.storage_meta.options if isinstance(metadata.storage_meta, SourceMeta) else None
         if self._options.given and planned != self._options:
@@ -254,24 +243,19 @@ class RemoteReader(StorageReader):
                 memory_budget_bytes=self._memory_budget_bytes,
                 retry_seconds=self._timeout_seconds,
             )
-        if self._load.is_coordinator:
+        if self._thread.is_coordinator:
             seconds = time.monotonic() - began_seconds
             logger.info("loaded %d items of %s in %.1f s", len(plan.items), self._store.url, seconds)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a reader can be made for this URL or path."""
-        return is_location(checkpoint_id)
-
     def _manifest_read(self) -> Manifest:
-        if self._load.manifest is None:
+        if self._thread.manifest is None:
             raise InvalidArgumentError(
                 "This reader has no load under way in this thread. Use it through torch's dcp.load."
             )
-        return self._load.manifest
+        return self._thread.manifest
 
 
 class _UnreadMetadata(Metadata):

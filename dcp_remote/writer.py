@@ -14,7 +14,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import zstandard
@@ -49,10 +51,10 @@ from dcp_remote.saving.uploads import Uploads
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.location import (
+    Located,
     Location,
     SharedLocation,
     ThreadLocation,
-    is_location,
     join_job,
     require_budget,
     require_timeout,
@@ -77,26 +79,12 @@ _PLANNING_METHODS = (
 )
 
 
-class _Cleanup:
-    """Deletion of the object that a probe has left, beside the save. The process does not exit before its end."""
-
-    def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-
-    def begin(self, delete: Callable[[], None]) -> None:
-        """Delete in a thread; at once if no thread can be started."""
-        thread = threading.Thread(target=delete, name="dcp_remote-probe")
-        try:
-            thread.start()
-        except RuntimeError:
-            delete()
-        else:
-            self._threads.append(thread)
-
-    def wait(self) -> None:
-        """Return when all is deleted."""
-        for thread in self._threads:
-            thread.join()
+def _delete_beside(threads: ThreadPoolExecutor, delete: Callable[[], None]) -> None:
+    """Delete what a probe has left beside the save; at once if no thread can be started."""
+    try:
+        threads.submit(delete)
+    except RuntimeError:
+        delete()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +97,7 @@ class _Save:
     began_seconds: float
     deadline: Deadline
     slot: Slot | None  # None except on the coordinator
-    cleanup: _Cleanup
+    probes: ThreadPoolExecutor  # deletes what probes have left; the process does not exit before the end of that
     has_all_entries: bool = False  # True if the planner plans as torch's does; a user's may leave entries out
 
 
@@ -124,9 +112,8 @@ class _Described:
 
     @staticmethod
     def of(plan: SavePlan) -> _Described:
-        return _Described(
-            zstandard.ZstdCompressor().compress(pickle.dumps((describe_tensors(plan), _object_names(plan))))
-        )
+        objects = tuple(item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO)
+        return _Described(zstandard.ZstdCompressor().compress(pickle.dumps((describe_tensors(plan), objects))))
 
     def unpack(self) -> tuple[Described, tuple[str, ...]]:
         unpacked: tuple[Described, tuple[str, ...]] = pickle.loads(  # noqa: S301  # from a rank of this job
@@ -144,7 +131,7 @@ class _ThreadState(ThreadLocation):
         self.save: _Save | None = None
 
 
-class RemoteWriter(StorageWriter):
+class RemoteWriter(Located, StorageWriter):
     """Writer of single checkpoints: `dcp.save(state, storage_writer=RemoteWriter("s3://bucket/checkpoint"))`.
 
     The state must not change until `dcp.save` returns: tensors are sent from their own memory, and a tensor that
@@ -179,6 +166,8 @@ class RemoteWriter(StorageWriter):
         InvalidArgumentError: The URL or an option is wrong; no request is made here.
     """
 
+    _thread: _ThreadState
+
     # Tests set this in a subclass, so that small tensors are cut.
     _shard_bytes_max = SHARD_BYTES_MAX
 
@@ -210,19 +199,6 @@ class RemoteWriter(StorageWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Note that this writer was unpickled."""
         self.__dict__.update(state, _was_unpickled=True)
-
-    def __repr__(self) -> str:
-        """Return the class and the URL; never an option, which may be a secret."""
-        return f"RemoteWriter({self._store.url!r})"
-
-    @property
-    def _store(self) -> ObjectStore:
-        return self._thread.location.store
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """URL or path of the checkpoint, as it was given; torch's logger reads it."""
-        return self._thread.location.checkpoint_id
 
     @property
     def save_id(self) -> str | None:
@@ -278,8 +254,8 @@ class RemoteWriter(StorageWriter):
         join_job(self._thread.location, default_world_size())
         name_speaker(self._store.url, is_speaker=is_coordinator)
         deadline = Deadline(self._timeout_seconds)
-        cleanup = _Cleanup()
-        slot = self._take_slot(deadline, cleanup) if is_coordinator else None
+        probes = ThreadPoolExecutor(thread_name_prefix="dcp_remote-probe")
+        slot = self._take_slot(deadline, partial(_delete_beside, probes)) if is_coordinator else None
         # A commit in doubt is settled by its save_id, so no two saves may have the same.
         save_id, self._thread.next_save_id = self._thread.next_save_id or uuid.uuid4().hex, None
         self._thread.save = _Save(
@@ -289,7 +265,7 @@ class RemoteWriter(StorageWriter):
             began_seconds=time.monotonic(),
             deadline=deadline,
             slot=slot,
-            cleanup=cleanup,
+            probes=probes,
         )
 
     @replace_unpicklable_errors
@@ -414,7 +390,7 @@ class RemoteWriter(StorageWriter):
             raise
         finally:
             is_over.set()
-        save.cleanup.wait()
+        save.probes.shutdown()
         logger.info(
             "committed %s: %d bytes in %d shards by %d ranks, %.1f s",
             save.store.url,
@@ -424,12 +400,7 @@ class RemoteWriter(StorageWriter):
             time.monotonic() - save.began_seconds,
         )
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a URL or path that a writer can be created for."""
-        return is_location(checkpoint_id)
-
-    def _take_slot(self, deadline: Deadline, cleanup: _Cleanup) -> Slot:
+    def _take_slot(self, deadline: Deadline, clean_up: Callable[[Callable[[], None]], None]) -> Slot:
         """Return the slot, which is free or may be overwritten, in a store that has proven conditional writes."""
         store = self._store
         with begin_early(
@@ -439,7 +410,7 @@ class RemoteWriter(StorageWriter):
         ) as read_slot:
             if not self._overwrite:
                 try:
-                    require_conditional_writes(store, deadline, swaps=False, clean_up=cleanup.begin)
+                    require_conditional_writes(store, deadline, swaps=False, clean_up=clean_up)
                 except Exception:
                     read_slot()  # its error says more than the probe's: a checkpoint is here, or no store
                     raise
@@ -447,7 +418,7 @@ class RemoteWriter(StorageWriter):
         if slot.version is not None:
             require_compare_and_swap(store, "This store cannot replace a checkpoint atomically. Save to another URL.")
         if self._overwrite or slot.version is not None:
-            require_conditional_writes(store, deadline, swaps=slot.version is not None, clean_up=cleanup.begin)
+            require_conditional_writes(store, deadline, swaps=slot.version is not None, clean_up=clean_up)
         return slot
 
     def _read_slot(self, store: ObjectStore) -> Slot:
@@ -491,7 +462,3 @@ def _are_cached_by_torch(plans: Sequence[SavePlan]) -> bool:
     """Return whether torch's planner keeps final plans for later saves (`enable_plan_caching`)."""
     cached = {id(plan) for of_all in getattr(SavePlanner, "_cached_global_plan", {}).values() for plan in of_all}
     return any(id(plan) in cached or not getattr(plan, "usable", True) for plan in plans)
-
-
-def _object_names(plan: SavePlan) -> tuple[str, ...]:
-    return tuple(item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO)

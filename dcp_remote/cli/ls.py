@@ -18,9 +18,10 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.format.keys import step_of
 from dcp_remote.run.catalog_store import read_catalog
+from dcp_remote.run.conditional_put import find_object
 from dcp_remote.run.gc import find_orphans
 from dcp_remote.run.info import CheckpointInfo, find_age_seconds, require_run, require_run_url
-from dcp_remote.run.lookup import exists, not_found
+from dcp_remote.run.lookup import not_found
 from dcp_remote.run.runs_below import FoundRun, list_runs
 from dcp_remote.storage import ObjectInfo, ObjectStore, open_store
 from dcp_remote.storage.retrying import RetryingStore
@@ -138,7 +139,7 @@ def _format_run(run: FoundRun) -> tuple[str, ...]:
 
 def require_answer(store: ObjectStore) -> None:
     """Raise unless the store answers soon: later requests of a command wait for an outage to end. One HEAD."""
-    exists(RetryingStore(store, Deadline(RETRY_SECONDS)), CATALOG_KEY)
+    find_object(RetryingStore(store, Deadline(RETRY_SECONDS)), CATALOG_KEY)
 
 
 def read_run_catalog(store: ObjectStore) -> Catalog:

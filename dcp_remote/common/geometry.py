@@ -125,35 +125,13 @@ def find_single_run(sizes: Sequence[int], box: Box) -> int | None:
     return first
 
 
-def cut_chunk(sizes: Sequence[int], *, item_bytes: int, piece_bytes_max: int) -> list[tuple[int, int]]:
-    """Cut a chunk into runs of at most `piece_bytes_max` and nearly equal length, at whole rows where rows fit.
-
-    Returns (start, stop) of each in elements, ascending, without gaps; none for a chunk without elements. An element
-    must not be larger than a piece.
-    """
-    elements = math.prod(sizes)
-    if elements == 0:
-        return []
-    limit = piece_bytes_max // item_bytes
-    assert limit > 0, "an element is larger than a piece"
-    if elements <= limit:
-        return [(0, elements)]
-    # Pieces are multiples of the largest row that fits into a piece.
-    row = _largest_row(sizes, limit)
-    rows = elements // row
-    rows_max = limit // row
-    pieces = -(-rows // rows_max)
-    bounds = [rows * i // pieces * row for i in range(pieces + 1)]
-    return list(itertools.pairwise(bounds))
-
-
 def cut_to_fill(
     sizes: Sequence[int], *, item_bytes: int, room_bytes: int, piece_bytes_max: int, row_bytes_max: int
 ) -> list[tuple[int, int]]:
     """Cut a chunk into a run of at most `room_bytes`, if that is not 0, runs of `piece_bytes_max`, and the rest.
 
-    The runs end at whole rows, of the largest kind that has at most `row_bytes_max`. Returns and requires the same as
-    `cut_chunk`.
+    The runs end at whole rows, of the largest kind that has at most `row_bytes_max`. Returns (start, stop) of each in
+    elements, ascending, without gaps; none for a chunk without elements. An element must not be larger than a piece.
     """
     elements = math.prod(sizes)
     if elements == 0:

@@ -56,7 +56,7 @@ def describe_process() -> str:
 def software_versions() -> dict[str, str]:
     """Return the versions of dcp_remote, and of torch if it is imported, by name."""
     torch = sys.modules.get("torch")
-    return {"dcp_remote": _own_version()} | ({"torch": str(torch.__version__)} if torch is not None else {})
+    return {"dcp_remote": own_version()} | ({"torch": str(torch.__version__)} if torch is not None else {})
 
 
 def describe_software(*, meshes: Sequence[str] = ()) -> dict[str, str]:
@@ -102,7 +102,8 @@ def _ask_git() -> str:
 
 
 @functools.cache
-def _own_version() -> str:
+def own_version() -> str:
+    """Return the version of this package, "unknown" where it is not installed."""
     try:
         return version("dcp-remote")
     except PackageNotFoundError:  # the package was copied, not installed

@@ -1,8 +1,9 @@
-"""Worker threads of uploads and downloads, and retries that can be cancelled."""
+"""Worker threads, threads for calls that may block for ever, and retries that can be cancelled."""
 
 from __future__ import annotations
 
 import atexit
+import contextvars
 import math
 import queue
 import threading
@@ -22,7 +23,7 @@ T = TypeVar("T")
 # Calls of `in_parallel` at a time: bounds memory, as a manifest of a million chunks takes 100 MB while it is decoded.
 CALLS_IN_FLIGHT = 4
 
-# A thread that waits for a transfer checks its deadline this often, since another thread may let the deadline expire.
+# A thread that waits for a transfer or a call checks this often whether to go on, as another may let a deadline expire.
 WAKE_SECONDS = 0.5
 
 # Threads get this time to end their requests when the process exits: a hedged put that lost deletes its object. A
@@ -169,6 +170,48 @@ def submit_or_run(pool: Workers, call: Callable[[], T]) -> Future[T]:
     except RuntimeError:
         once()
     return once.future
+
+
+class HelperThread:
+    """Thread that makes blocking calls one after another, for one caller thread that must not block for ever.
+
+    When the caller stops waiting, the thread is abandoned and ends when its call returns; the next call gets a new
+    thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Store the name; no thread is started."""
+        self._name = name
+        self._idle: Workers | None = None  # with one thread, which waits for a call
+
+    def run(self, call: Callable[[], T], look: Callable[[], None]) -> T:
+        """Make a call in the helper thread, with the context variables of this one, and return its result.
+
+        `look` is called twice a second during the wait; an exception from it ends the wait, after which the call goes
+        on and must be harmless. RuntimeError: no thread can be started.
+        """
+        once, answered = CallOnce(partial(contextvars.copy_context().run, call)), OneTimeEvent()
+
+        def make_call() -> None:
+            once()
+            answered.set()
+
+        worker, self._idle = self._idle or Workers(1, self._name, delays_exit=False), None
+        try:
+            worker.submit(make_call)
+            while not answered.wait(WAKE_SECONDS):
+                look()
+        except BaseException:
+            worker.shutdown(wait=False)
+            raise
+        self._idle = worker
+        return once.future.result()
+
+    def close(self) -> None:
+        """End the idle thread, if there is one."""
+        worker, self._idle = self._idle, None
+        if worker is not None:
+            worker.shutdown(wait=False)
 
 
 def in_parallel(call: Callable[[S], T], values: Sequence[S], *, threads: int = CALLS_IN_FLIGHT) -> list[T]:

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+# Folders as faulthandler writes them: what is not ASCII is escaped.
+_PACKAGE, _TORCH, _STANDARD_LIBRARY = (
+    f"{folder}{os.sep}".encode("ascii", "backslashreplace").decode()
+    for folder in (Path(__file__).parents[1], Path(torch.__file__).parent, Path(threading.__file__).parent)
+)
 # A remote Trainer's `train` is below all that its training does: its frame alone is no call.
 _INTEGRATIONS = f"{_PACKAGE}integrations{os.sep}"
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_STANDARD_LIBRARY = f"{Path(threading.__file__).parent}{os.sep}"
 
 # Frame of a thread, as faulthandler writes it: innermost first, a hundred at most.
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$', re.MULTILINE)
@@ -47,7 +49,8 @@ def position_of(thread: threading.Thread) -> CallPosition:
     users = [
         f"{function} ({path.rpartition(os.sep)[2]}:{line})" for path, line, function in frames if not _is_library(path)
     ]
-    return CallPosition(users[0] if users else "", any(_is_call(path) for path, _, _ in frames))
+    is_calling = any(path.startswith(_PACKAGE) and not path.startswith(_INTEGRATIONS) for path, _, _ in frames)
+    return CallPosition(users[0] if users else "", is_calling)
 
 
 def _stack_of(thread: threading.Thread) -> str:
@@ -66,15 +69,6 @@ def _stack_of(thread: threading.Thread) -> str:
     return next((stack for stack in threads if head.match(stack)), "")
 
 
-def _is_call(path: str) -> bool:
-    return path.startswith(_escaped(_PACKAGE)) and not path.startswith(_escaped(_INTEGRATIONS))
-
-
 def _is_library(path: str) -> bool:
-    is_standard = path.startswith(_escaped(_STANDARD_LIBRARY)) and "-packages" not in path
-    return is_standard or path.startswith((_escaped(_PACKAGE), _escaped(_TORCH), "<frozen"))
-
-
-def _escaped(path: str) -> str:
-    """Return a path as faulthandler writes it: what is not ASCII is escaped."""
-    return path.encode("ascii", "backslashreplace").decode()
+    is_standard = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
+    return is_standard or path.startswith((_PACKAGE, _TORCH, "<frozen"))

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch.distributed as dist
 
-from dcp_remote.common.helper_thread import HelperThread
+from dcp_remote.common.threads import HelperThread
 from dcp_remote.coordination.failure_detector import FailureDetector
 from dcp_remote.coordination.heartbeat import one_line
 from dcp_remote.coordination.host_link import HostLink

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from dcp_remote.common.helper_thread import HelperThread
+from dcp_remote.common.threads import HelperThread
 
 T = TypeVar("T")
 

@@ -46,10 +46,6 @@ class CollectiveKeys:
     number: int
     what: str
 
-    def with_name(self, what: str) -> CollectiveKeys:
-        """Return the keys of another operation under the same number."""
-        return CollectiveKeys(self.number, what)
-
     def parts(self, round_number: int) -> str:
         """Return the name of the series of parts, in which the contributions to a round are."""
         return f"{self._prefix}/{round_number}/in"

@@ -254,7 +254,7 @@ class Outcome:
             client.put_first(keys.verdict, data)
             self._member.note_answers(keys.number, [keys.verdict])
         if self._renumber(keys, keys.number + 1) and is_coordinator:
-            operations = [keys, *map(keys.with_name, verdict.names)]
+            operations = [keys, *(CollectiveKeys(keys.number, name) for name in verdict.names)]
             self._member.note_left_keys(keys.number, [keys.failed], [one.parts(1) for one in operations])
         return True
 

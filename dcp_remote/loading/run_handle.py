@@ -11,7 +11,7 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CheckpointGoneError, CheckpointNotFoundError, InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Owner
 from dcp_remote.run.deletions import Deletions
-from dcp_remote.run.info import CheckpointInfo, best_of, catalog_of, require_run_url
+from dcp_remote.run.info import CheckpointInfo, catalog_of, require_run_url
 from dcp_remote.run.job import require_step_or_name
 from dcp_remote.run.labels import give_names, set_pin, take_names
 from dcp_remote.run.lookup import gone_error, read_manifest
@@ -131,8 +131,14 @@ class Run:
         Returns:
             The checkpoint; None if none has the metric, which is logged if they have others.
         """
+        if not isinstance(metric, str):
+            raise InvalidArgumentError("metric must be a text, such as best('loss').", metric=metric)
+        if not isinstance(largest, bool):
+            raise InvalidArgumentError("largest must be True or False.", largest=largest)
         counted = [info for info in self.checkpoints() if not info.abandoned]
-        self._shown = best = best_of(counted, metric, largest=largest)
+        having, sign = [info for info in counted if metric in info.metrics], 1 if largest else -1
+        best = max(having, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
+        self._shown = best
         known = sorted({name for info in counted for name in info.metrics})
         if best is None and known:
             logger.warning("%s: no checkpoint has the metric %r; they have %s", self.url, metric, ", ".join(known))

@@ -290,7 +290,7 @@ class BackgroundSaves:
         background_save = self._under_way
         if background_save is not None:
             try:
-                self.report = background_save.result(self._left_seconds)
+                self.report = background_save.result(self._preemption.remaining_seconds)
             finally:
                 # After Ctrl-C the save is still under way.
                 if background_save.is_settled:
@@ -305,7 +305,7 @@ class BackgroundSaves:
         """
         background_save = self._under_way
         if background_save is not None:
-            background_save.wait_until_begun(self._left_seconds)
+            background_save.wait_until_begun(self._preemption.remaining_seconds)
             if background_save.is_settled:
                 self.wait()
 
@@ -354,10 +354,6 @@ class BackgroundSaves:
                     self.abandon(background_save, interrupt)
                     raise
                 error = interrupt
-
-    def _left_seconds(self) -> float:
-        remaining = self._preemption.remaining_seconds()
-        return math.inf if remaining is None else remaining
 
 
 class AtExit:

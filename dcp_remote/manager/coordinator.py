@@ -106,9 +106,7 @@ class Coordinator:
                 steps=", ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items())[:16]),
             )
         job, note, deadline = self._job, notes[0], collective.deadline
-        if note.overwrite or note.exist_ok is False:
-            return job.begin(note, borrow=self._dedup and borrow, deadline=deadline)
-        begun = job.begin_or_find(note, borrow=self._dedup and borrow, deadline=deadline)
+        begun = job.begin(note, borrow=self._dedup and borrow, deadline=deadline)
         if isinstance(begun, SaveTicket):
             return begun
         if note.exist_ok is None:

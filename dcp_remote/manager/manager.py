@@ -769,11 +769,11 @@ class CheckpointManager:
             self._stager.close()
             # Half of what is left of the notice: the process still has to end afterwards.
             seconds = 0.0 if gives_up else self._preemption.remaining_seconds()
-            limit_exit_wait(math.inf if seconds is None else 0.0)
+            limit_exit_wait(0.0 if math.isfinite(seconds) else math.inf)
             self._preemption.close()
             if self._schedule is not None:
                 self._schedule.close()
-            self._ranks.close(math.inf if seconds is None else seconds / 2, is_missed=error is not None)
+            self._ranks.close(seconds / 2, is_missed=error is not None)
 
     def _is_skipped(self, step: int, *, is_awaited: bool) -> bool:
         """Return whether a save is left out because another is under way on the coordinator, which decides."""

@@ -109,7 +109,7 @@ class Agreement:
         self._own: Moment | None = None
         self._is_published = False
         self._is_waiting_over = False
-        self._decided: Moment | None = None
+        self.decided: Moment | None = None  # decision of this round; None if there is none, or none yet
         # First moment at which the ranks may stop in this round: before it, no rank waits for the decision.
         self._earliest = _BEGINNING
         # Moments of the other ranks, as far as the coordinator knows them.
@@ -118,15 +118,10 @@ class Agreement:
         self.settled = threading.Event()  # the decision of this round is known
 
     @property
-    def decided(self) -> Moment | None:
-        """Decision of this round; None if there is none, or none yet."""
-        return self._decided
-
-    @property
     def has_failed(self) -> bool:
         """True if it is settled that this round decides on no step."""
         with self._lock:
-            return self.settled.is_set() and self._decided is None
+            return self.settled.is_set() and self.decided is None
 
     @property
     def can_begin(self) -> bool:
@@ -155,15 +150,15 @@ class Agreement:
             if own is not None and now > own and now >= self._earliest:
                 return None
             self._last_step = max(self._last_step, step)
-            if self._decided is not None and passed < self._decided <= now:
+            if self.decided is not None and passed < self.decided <= now:
                 self._reached = now
             return self._reached == now
 
     def stop_at(self, step: int) -> None:
         """Decide on this step, in whatever order steps are asked about; for a rank that is alone."""
         with self._lock:
-            if self._decided is None:
-                self._decided = self._reached = Moment(self._restores, step)
+            if self.decided is None:
+                self.decided = self._reached = Moment(self._restores, step)
                 self.settled.set()
 
     def count_restore(self) -> None:
@@ -238,7 +233,7 @@ class Agreement:
     def begin_round(self) -> None:
         """Begin the next round, after a round that is settled."""
         with self._lock:
-            self._own = self._decided = None
+            self._own = self.decided = None
             self._earliest = _BEGINNING
             self._is_published = self._is_waiting_over = False
             self._moments.clear()
@@ -249,7 +244,7 @@ class Agreement:
     def _is_over(self) -> bool:
         """Return whether this rank stops at no later step because of this round, which is settled."""
         with self._lock:
-            return self._decided is None or self._last() >= self._decided
+            return self.decided is None or self._last() >= self.decided
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._name}/{number or self.round}/{name}"
@@ -257,7 +252,7 @@ class Agreement:
     def _settle(self, value: bytes) -> None:
         with self._lock:
             if not self.settled.is_set():
-                self._decided = None if value == _NONE else Moment.decode(value)
+                self.decided = None if value == _NONE else Moment.decode(value)
                 self.settled.set()
 
     def _last(self) -> Moment:
@@ -288,7 +283,7 @@ class Preemption:
     ) -> None:
         """Add a hook to the heartbeat of the ranks; `install` listens for SIGTERM."""
         self._ranks = ranks
-        self._notice_seconds = notice_seconds
+        self._notice_seconds = math.inf if notice_seconds is None else notice_seconds
         self._clock = clock
         self.agreement = Agreement(ranks.rank, ranks.world_size)
         # Round of the newest notice, and when this rank heard of that; 0 before the first.
@@ -374,18 +369,15 @@ class Preemption:
                 self._notice_seconds,
             )
 
-    def remaining_seconds(self) -> float | None:
-        """Return the seconds left of the notice; None if no rank is asked to stop, the notice is unknown or expired."""
-        if self._notice_seconds is None or self._is_expired or not math.isfinite(self._heard_seconds):
-            return None
+    def remaining_seconds(self) -> float:
+        """Return the seconds left of the notice; infinite if there is none, or it is unknown or expired."""
+        if self._is_expired or not math.isfinite(self._heard_seconds):
+            return math.inf
         return max(0.0, self._notice_seconds - (self._clock() - self._heard_seconds))
 
     def working_seconds(self) -> float:
-        """Return the seconds left for work, without those for closing; infinite where `remaining_seconds` is None."""
-        left = self.remaining_seconds()
-        if left is None or self._notice_seconds is None:
-            return math.inf
-        return max(0.0, left - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds))
+        """Return the seconds left for work, without those for closing; infinite where `remaining_seconds` is."""
+        return max(0.0, self.remaining_seconds() - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds))
 
     def close(self) -> None:
         """Stop listening: SIGTERM does what it did before."""
@@ -473,7 +465,8 @@ class Preemption:
         else:
             plan = f"the ranks agree on a step at which to save and stop, within {self._patience_seconds():.0f} s"
         level = logging.WARNING if is_own else logging.INFO
-        logger.log(level, "rank %d: %s: %s. notice_seconds=%s", self._ranks.rank, begin, plan, self._notice_seconds)
+        known = self._notice_seconds if math.isfinite(self._notice_seconds) else None
+        logger.log(level, "rank %d: %s: %s. notice_seconds=%s", self._ranks.rank, begin, plan, known)
 
     def _fail(self, notice: int, why: str) -> None:
         with self._log_lock:
@@ -526,7 +519,7 @@ class Preemption:
     def _patience_seconds(self) -> float:
         """Return the seconds left to agree; a notice has also to hold the last answer of the store, and the end."""
         seconds = agreement_seconds(self._ranks.heartbeat)
-        if self._notice_seconds is not None:
+        if math.isfinite(self._notice_seconds):
             working_seconds = self._notice_seconds - min(_CLOSING_SECONDS, _CLOSING_SHARE * self._notice_seconds)
             seconds = working_seconds - min(_LAST_ANSWER_SECONDS, working_seconds / 4)
         return max(0.0, seconds - (self._clock() - self._heard_seconds))

@@ -129,44 +129,31 @@ class BackgroundDeletions:
             worker.catalog = catalog or worker.catalog
             worker.settles |= settles
             if worker.thread is None:
-                self._start(worker)
-
-    def _start(self, worker: _Worker) -> None:
-        worker.begin_round()
-        thread = threading.Thread(target=self._run, name="dcp_remote-deletions", args=(worker,), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            # The next task starts a thread, which does this one, too.
-            logger.warning("%s: old objects are deleted later: %s", self._store.url, error)
-        else:
-            worker.thread = thread
+                worker.begin_round()
+                name = "dcp_remote-deletions"
+                worker.thread = threading.Thread(target=self._run, name=name, args=(worker,), daemon=True)
+                try:
+                    worker.thread.start()
+                except RuntimeError as error:
+                    worker.thread = None  # the next task starts a thread, which does this one, too
+                    logger.warning("%s: old objects are deleted later: %s", self._store.url, error)
 
     def _run(self, worker: _Worker) -> None:
-        try:
-            while (work := self._next(worker)) is not None:
-                tasks, catalog, settles = work
-                self._do_round(worker, tasks, catalog, settles=settles)
-        finally:
-            with self._changed:
-                self._end(worker)
-
-    def _next(self, worker: _Worker) -> tuple[Sequence[_Task], Catalog | None, bool] | None:
-        """Begin a round with what is queued; None if the thread is to end, which then counts as ended."""
+        """Do rounds until nothing is queued, or the worker is stopped."""
         with self._changed:
-            if not worker.tasks or worker.stop.is_set():
-                self._end(worker)
-                return None
-            worker.begin_round()
-            work = worker.tasks, worker.catalog, worker.settles
-            worker.tasks, worker.catalog, worker.settles = [], None, False
-            return work
-
-    def _end(self, worker: _Worker) -> None:
-        """Note that this thread no longer uses its worker. Called with the lock held."""
-        if worker.thread is threading.current_thread():
-            worker.thread, worker.is_done = None, worker.deletions.is_done
-            self._changed.notify_all()
+            try:
+                while worker.tasks and not worker.stop.is_set():
+                    worker.begin_round()
+                    tasks, catalog, settles = worker.tasks, worker.catalog, worker.settles
+                    worker.tasks, worker.catalog, worker.settles = [], None, False
+                    self._changed.release()
+                    try:
+                        self._do_round(worker, tasks, catalog, settles=settles)
+                    finally:
+                        self._changed.acquire()
+            finally:
+                worker.thread, worker.is_done = None, worker.deletions.is_done
+                self._changed.notify_all()
 
     def _do_round(self, worker: _Worker, tasks: Sequence[_Task], catalog: Catalog | None, *, settles: bool) -> None:
         deletions, deadline = worker.deletions, worker.deadline

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_remote.common.deadline import Deadline, RetryPolicy
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
@@ -21,15 +21,11 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
-from dcp_remote.run.conditional_put import Backoff, put_until_settled, require_compare_and_swap
+from dcp_remote.run.conditional_put import put_until_settled, require_compare_and_swap
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import RetryingStore
-
-# Shorter than those of other writes: a catalog changes seldom, so that a second attempt most often succeeds.
-_FIRST_PAUSE_SECONDS = 0.05
-_PAUSE_SECONDS_MAX = 5.0
 
 # Function from the catalog to the one that replaces it; None if nothing is left to do. To refuse, it raises.
 Change = Callable[[Catalog], Catalog | None]
@@ -132,7 +128,7 @@ def swap(
             look=lambda: see_catalog(reading),
             decide=lambda now, _: decide(now),
             unknown=lambda failure: unknown_swap(store, failure),
-            backoff=Backoff(deadline, RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX)),
+            deadline=deadline,
         )
     return after
 

@@ -14,7 +14,7 @@ from dcp_remote.format import manifest_json
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.format.manifest_json import Head
-from dcp_remote.run.conditional_put import Backoff, FailedPut, find, put_until_settled
+from dcp_remote.run.conditional_put import FailedPut, find, put_until_settled
 from dcp_remote.storage.base import ObjectStore, Version
 
 
@@ -68,7 +68,7 @@ def commit(store: ObjectStore, slot: Slot, body: bytes, *, save_id: str, deadlin
         look=lambda: read_slot(store),
         decide=decide,
         unknown=lambda failure: _unknown(store, save_id, failure),
-        backoff=Backoff(deadline),
+        deadline=deadline,
     )
 
 

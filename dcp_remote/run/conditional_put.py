@@ -8,6 +8,7 @@ carried out, another's was, or nothing changed and the same PUT is sent once mor
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -23,11 +24,13 @@ from dcp_remote.errors import (
     TransientStorageError,
     UnsupportedFormatError,
 )
-from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.base import ObjectInfo, ObjectStore, Version
 from dcp_remote.storage.rereads import RereadingStore
 
-_FIRST_PAUSE_SECONDS = 0.1
-_PAUSE_SECONDS_MAX = 10.0
+# Shorter than those of other writes: what is put on condition changes seldom, so that a second attempt most often
+# succeeds.
+_FIRST_PAUSE_SECONDS = 0.05
+_PAUSE_SECONDS_MAX = 5.0
 
 # S3 answers 409 while another conditional write of the key is under way; that clears in a moment. A store that goes on
 # refusing although nothing changed does not do conditional writes.
@@ -58,34 +61,36 @@ class Found(Generic[_Content]):
     error: CorruptCheckpointError | UnsupportedFormatError | None = None  # why it cannot
 
 
+def find_object(store: ObjectStore, key: str) -> ObjectInfo | None:
+    """Return what is known of an object without its content; None if there is no such object. One HEAD."""
+    with suppress(ObjectNotFoundError):
+        return store.head(key)
+    return None
+
+
 def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, limit_bytes: int) -> Found[_Content]:
     """Read an object that may be damaged; one GET, and one more if it cannot be decoded.
 
     An object larger than the limit costs a HEAD with each GET.
     What is damaged, or larger than the limit, is not taken for the absence of an object.
     """
-    found = _find_once(store, key, decode, limit_bytes)
-    return found if found.error is None else _find_once(RereadingStore(store), key, decode, limit_bytes)
-
-
-def _find_once(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], limit_bytes: int) -> Found[_Content]:
-    version = None
-    try:
-        content = store.get(key, limit_bytes=limit_bytes)
-        version = content.version
-        return Found(version, decode(content.data))
-    except ObjectNotFoundError:
-        return Found(None)
-    except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        version = version or _version_of(store, key)
-        return Found(version, error=error if version is not None else None)
-
-
-def _version_of(store: ObjectStore, key: str) -> Version | None:
-    try:
-        return store.head(key).version
-    except ObjectNotFoundError:
-        return None
+    found: Found[_Content] = Found(None)
+    for reading in (store, RereadingStore(store)):
+        version = None
+        try:
+            content = reading.get(key, limit_bytes=limit_bytes)
+            version = content.version
+            return Found(version, decode(content.data))
+        except ObjectNotFoundError:
+            return Found(None)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            if version is None:
+                info = find_object(reading, key)
+                if info is None:
+                    return Found(None)
+                version = info.version
+            found = Found(version, error=error)
+    return found
 
 
 class _Versioned(Protocol):
@@ -100,12 +105,12 @@ _Seen = TypeVar("_Seen", bound=_Versioned | None)
 
 
 class Backoff:
-    """Pauses between attempts by a policy, whose delays are the longest; with full jitter."""
+    """Pauses between attempts, with full jitter."""
 
-    def __init__(self, deadline: Deadline, policy: RetryPolicy | None = None) -> None:
-        """Store the settings; nothing is waited for."""
-        policy = policy or RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX)
-        self._deadline, self._delays = deadline, policy.growing_delays()
+    def __init__(self, deadline: Deadline) -> None:
+        """Store the deadline; nothing is waited for."""
+        self._deadline = deadline
+        self._delays = RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX).growing_delays()
         self._seconds = next(self._delays)
 
     def is_exhausted(self) -> bool:
@@ -135,7 +140,7 @@ def put_until_settled(
     look: Callable[[], _Seen],
     decide: Callable[[_Seen, FailedPut], Buffer | None],
     unknown: Callable[[DcpRemoteError], DcpRemoteError],
-    backoff: Backoff,
+    deadline: Deadline,
 ) -> None:
     """Put an object on the condition that it is as it was seen, until it is known what became of that.
 
@@ -150,7 +155,7 @@ def put_until_settled(
     function can settle them.
     """
     content: Buffer | None = body
-    refusals, is_unclear = 0, False
+    backoff, refusals, is_unclear = Backoff(deadline), 0, False
     while content is not None:
         try:
             store.put(key, [content], condition=_version(seen) or "absent")

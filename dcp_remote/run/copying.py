@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 
 import numpy as np
@@ -49,7 +49,7 @@ from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.manifest import Manifest, RunInfo
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import swap
-from dcp_remote.run.conditional_put import Backoff, put_until_settled
+from dcp_remote.run.conditional_put import find_object, put_until_settled
 from dcp_remote.run.info import require_run
 from dcp_remote.run.lookup import (
     explain_missing_shard,
@@ -302,11 +302,7 @@ class _Copier:
                 return
             shard, deadline = shards[key], Deadline(_COPY_SECONDS)
             writing = RetryingStore(self._destination, deadline)
-
-            def look() -> ObjectInfo | None:
-                with suppress(ObjectNotFoundError):
-                    return writing.head(key)
-                return None
+            look = partial(find_object, writing, key)
 
             def is_whole(found: ObjectInfo | None) -> bool:
                 if found is not None and found.size_bytes != shard.size_bytes:
@@ -332,7 +328,7 @@ class _Copier:
                         look=look,
                         decide=lambda there, _: None if is_whole(there) else body,  # another copier may have put it
                         unknown=lambda failure: failure,
-                        backoff=Backoff(deadline),
+                        deadline=deadline,
                     )
             except DcpRemoteError as error:
                 errors.append(error)  # raised once the others have ended, whose memory and progress would outlive this

@@ -72,7 +72,8 @@ def describe_keys(keys: Sequence[str], url: str) -> str | None:
         return None
     for kind in _KINDS:
         if found := kind.pick(keys):
-            return f"{kind.what} ({_show(found)}): {kind.advice.format(below=_below(url, found[0]))}"
+            below = escape_unprintable(f"{url.rstrip('/')}/{found[0].rpartition('/')[0]}")  # folder of the first key
+            return f"{kind.what} ({_show(found)}): {kind.advice.format(below=below)}"
     return f"Other objects lie there ({_show(keys)}): check the URL." if keys else None
 
 
@@ -131,11 +132,6 @@ _KINDS = (
         _pick_orphans,
     ),
 )
-
-
-def _below(url: str, key: str) -> str:
-    """Return the URL of the folder of a key."""
-    return escape_unprintable(f"{url.rstrip('/')}/{key.rpartition('/')[0]}")
 
 
 def _show(keys: Sequence[str]) -> str:

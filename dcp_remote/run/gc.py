@@ -23,7 +23,6 @@ from dcp_remote.errors import (
     CommitConflictError,
     ConditionFailedError,
     InvalidArgumentError,
-    ObjectNotFoundError,
     PermissionDeniedError,
     StorageError,
     TransientStorageError,
@@ -33,9 +32,9 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, raise_floor, 
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, is_written_key, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import Change, missing_catalog, read_catalog, swap
-from dcp_remote.run.conditional_put import Backoff, require_compare_and_swap
+from dcp_remote.run.conditional_put import Backoff, find_object, require_compare_and_swap
 from dcp_remote.run.live_shards import LiveShards
-from dcp_remote.run.lookup import Stored, exists, not_found, read_stored
+from dcp_remote.run.lookup import Stored, not_found, read_stored
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.deletion_queue import DeletionQueue
@@ -214,13 +213,10 @@ def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: 
         raise missing_catalog(store)
     listed = [info for info in shards if is_written_key(info.key)]
     not_named = {info.key for info in listed}
-    try:
-        stored = read_stored(reading)
-    except ObjectNotFoundError as error:
-        if not listed:
-            raise not_found(reading) from error  # most likely a wrong URL, which must not look like a clean checkpoint
-        return _Seen(listed, not_named)
-    named = stored.manifest.shards.keys if stored.manifest is not None else ()
+    stored = read_stored(reading)
+    if stored is None and not listed:
+        raise not_found(reading)  # most likely a wrong URL, which must not look like a clean checkpoint
+    named = stored.manifest.shards.keys if stored is not None and stored.manifest is not None else ()
     return _Seen(listed, not_named.difference(named), stored=stored)
 
 
@@ -271,7 +267,7 @@ def _put_again(store: ObjectStore, stored: Stored | None, deadline: Deadline) ->
 
     Refused where a run was begun meanwhile, whose catalog a tombstone would hide.
     """
-    if stored is None and exists(store, CATALOG_KEY):
+    if stored is None and find_object(store, CATALOG_KEY) is not None:
         raise CommitConflictError("A run was begun here meanwhile; nothing was removed. Run gc again.", url=store.url)
     require_conditional_writes(store, deadline, swaps=True)
     nonce = uuid.uuid4().hex

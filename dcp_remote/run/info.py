@@ -1,10 +1,10 @@
-"""Runs as users see them: `CheckpointInfo`, `latest`, `best_of`; and the catalog of a run, or why there is none."""
+"""Runs as users see them: `CheckpointInfo`, `latest`; and the catalog of a run, or why there is none."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from datetime import datetime
 
 from dcp_remote.common.deadline import Clock, Deadline
@@ -12,7 +12,8 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import read_catalog
-from dcp_remote.run.lookup import exists, not_found, require_not_lost, require_reachable
+from dcp_remote.run.conditional_put import find_object
+from dcp_remote.run.lookup import not_found, require_not_lost, require_reachable
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
@@ -47,17 +48,8 @@ class CheckpointInfo:
     @classmethod
     def of(cls, entry: Entry) -> CheckpointInfo:
         """Return the information that an entry of a catalog holds."""
-        return cls(
-            step=entry.step,
-            save_id=entry.save_id,
-            created=entry.created,
-            size_bytes=entry.size_bytes,
-            names=entry.names,
-            metrics=dict(entry.metrics),
-            pinned=entry.pinned,
-            thinned=entry.thinned,
-            abandoned=entry.abandoned,
-        )
+        values = {field.name: getattr(entry, field.name) for field in fields(cls)}  # under the same names
+        return cls(**values | {"metrics": dict(entry.metrics)})
 
 
 def latest(
@@ -85,29 +77,6 @@ def latest(
     catalog = catalog_of(Location.of(run_url, storage_options).store, retry_seconds=timeout_seconds)
     entry = catalog.latest() if catalog is not None else None
     return CheckpointInfo.of(entry) if entry is not None else None
-
-
-def best_of(checkpoints: Iterable[CheckpointInfo], metric: str, *, largest: bool = False) -> CheckpointInfo | None:
-    """Return the checkpoint with the best value of a metric; of equals the newest. Pure.
-
-    Args:
-        checkpoints: Checkpoints; abandoned ones, and those without the metric, do not count.
-        metric: Name of the metric.
-        largest: True if larger values are better, as of an accuracy, and False if smaller ones are.
-
-    Returns:
-        The checkpoint; None if no checkpoint that counts has the metric.
-
-    Raises:
-        InvalidArgumentError: `largest` is no bool, or the metric is no text.
-    """
-    if not isinstance(metric, str):
-        raise InvalidArgumentError("metric must be a text, such as best('loss').", metric=metric)
-    if not isinstance(largest, bool):
-        raise InvalidArgumentError("largest must be True or False.", largest=largest)
-    known = [info for info in checkpoints if not info.abandoned and metric in info.metrics]
-    sign = 1 if largest else -1
-    return max(known, key=lambda info: (sign * info.metrics[metric], info.step), default=None)
 
 
 def find_age_seconds(created: str, now_seconds: float) -> float | None:
@@ -150,7 +119,7 @@ def require_run(store: ObjectStore, *, retry_seconds: float = RANGE_RETRY_SECOND
 
 def require_run_url(store: ObjectStore) -> None:
     """Refuse the URL of a checkpoint by itself; called where there is no catalog. One HEAD."""
-    if exists(store, MANIFEST_KEY):
+    if find_object(store, MANIFEST_KEY) is not None:
         raise InvalidArgumentError(
             "This is a checkpoint by itself, not a run: load or RemoteReader reads it, `dcp-remote show` says what it "
             "holds. To remove it, delete all objects below its URL, manifest.json first.",

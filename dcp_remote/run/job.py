@@ -220,12 +220,15 @@ class JobSession:
         job._fence_error = self._fence_error
         return job
 
-    def begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket:
+    def begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | Entry:
         """Check that this step may be saved, and make the ticket of the save; the first save also takes the fence.
 
         Costs one GET; also a PUT after an attempt that was not committed; a PUT and a HEAD for the first save of a job,
         and a LIST where the run begins; and on a server other than the clouds' own, once per process and bucket, four
         requests that check its conditional writes.
+
+        Returns the checkpoint of this step instead, if this job wrote or resumed from it, and the save may keep it:
+        with `exist_ok`, or without a choice if this job has saved nothing since.
 
         With `borrow`, shards of the newest checkpoint may be reused. Refused are (`CheckpointExistsError`) a run with
         checkpoints of which this job resumed from none, a live checkpoint of this step that is not abandoned, is pinned
@@ -233,59 +236,16 @@ class JobSession:
         older than the newest checkpoint and overwrites none; (`FencedError`, at every later save of this job, too) a
         job after which a newer one took the run. Nothing is changed then, except perhaps the fence.
         """
-        return self._begin_in(self._own_catalog(deadline), note, borrow=borrow)
-
-    def begin_or_find(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | Entry:
-        """Begin a save as `begin` does; or return the checkpoint of this step, if this job wrote or resumed from it.
-
-        Without `exist_ok` only if this job has saved nothing since. Costs what `begin` costs.
-        """
-        catalog = self._own_catalog(deadline)
+        if self._fence_error is not None:
+            raise self._fence_error.with_details()
+        with self._noting_fence():
+            catalog = self._catalog(deadline)
         there = catalog.entry_at(note.step)
-        if there is not None and not there.abandoned:
+        if there is not None and not (there.abandoned or note.overwrite or note.exist_ok is False):
             # Written by this job, or resumed from, with nothing saved since.
             is_own = there.token == self._token or there.step == self._resumed_from
             if is_own and (note.exist_ok or there == self._newest(catalog)):
                 return there
-        return self._begin_in(catalog, note, borrow=borrow)
-
-    def label(self, entry: Entry, note: CheckpointLabels, *, deadline: Deadline) -> Entry:
-        """Add the names and metrics of a repeated save to the checkpoint of its step, and return its entry.
-
-        Costs a GET and a PUT; only the GET if the checkpoint has them, and nothing if there are none to add. After a
-        crash at any moment the catalog has all of them or none. After `CommitUnknownError` the same save again finds
-        out whether they were added.
-        """
-        if not note.names and not note.metrics:
-            return entry
-        assert self._token is not None, "the fence is taken first"
-        token = self._token
-        with self._noting_fence():
-            catalog = swap(
-                self._store,
-                lambda now: label_entry(now, entry.save_id, token=token, names=note.names, metrics=note.metrics),
-                deadline=deadline,
-            )
-        return next(live for live in catalog.entries if live.save_id == entry.save_id)
-
-    def _own_catalog(self, deadline: Deadline) -> Catalog:
-        """Return the catalog, in which this job has the fence."""
-        if self._fence_error is not None:
-            raise self._fence_error.with_details()
-        with self._noting_fence():
-            return self._catalog(deadline)
-
-    @contextmanager
-    def _noting_fence(self) -> Iterator[None]:
-        """Refuse all later saves of this job once a newer job has the fence."""
-        try:
-            yield
-        except FencedError as error:
-            self._fence_error = error
-            raise
-
-    def _begin_in(self, catalog: Catalog, note: CheckpointLabels, *, borrow: bool) -> SaveTicket:
-        there = catalog.entry_at(note.step)
         self._require_progress(note, catalog)
         names = note.names
         if there is not None and not note.overwrite:
@@ -309,6 +269,34 @@ class JobSession:
             before=there.save_id if there is not None and note.overwrite else None,
             manifest=manifest_key(revision=catalog.revision, step=note.step),
         )
+
+    def label(self, entry: Entry, note: CheckpointLabels, *, deadline: Deadline) -> Entry:
+        """Add the names and metrics of a repeated save to the checkpoint of its step, and return its entry.
+
+        Costs a GET and a PUT; only the GET if the checkpoint has them, and nothing if there are none to add. After a
+        crash at any moment the catalog has all of them or none. After `CommitUnknownError` the same save again finds
+        out whether they were added.
+        """
+        if not note.names and not note.metrics:
+            return entry
+        assert self._token is not None, "the fence is taken first"
+        token = self._token
+        with self._noting_fence():
+            catalog = swap(
+                self._store,
+                lambda now: label_entry(now, entry.save_id, token=token, names=note.names, metrics=note.metrics),
+                deadline=deadline,
+            )
+        return next(live for live in catalog.entries if live.save_id == entry.save_id)
+
+    @contextmanager
+    def _noting_fence(self) -> Iterator[None]:
+        """Refuse all later saves of this job once a newer job has the fence."""
+        try:
+            yield
+        except FencedError as error:
+            self._fence_error = error
+            raise
 
     def commit(
         self,
@@ -361,6 +349,7 @@ class JobSession:
         return catalog, entry
 
     def _catalog(self, deadline: Deadline) -> Catalog:
+        """Return the catalog, in which this job has the fence."""
         if self._token is None:
             reading = RetryingStore(self._store, deadline)
             require_no_checkpoint_by_itself(reading)

@@ -39,6 +39,7 @@ from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.format.segments import Segment, decode_segment, join, place_of
 from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.commit import read_slot
+from dcp_remote.run.conditional_put import find_object
 from dcp_remote.run.foreign_checkpoints import describe_foreign
 from dcp_remote.storage.base import ObjectStore, Version
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
@@ -80,10 +81,12 @@ class Stored:
     manifest: Manifest | None  # None if the object is a tombstone, and so no checkpoint is here
 
 
-def read_stored(store: ObjectStore) -> Stored:
-    """Read and check the object at the manifest's key; one GET, and one more if the answer is damaged."""
+def read_stored(store: ObjectStore) -> Stored | None:
+    """Read and check the object at the manifest's key, if there is one; one GET, and one more if it is damaged."""
     try:
         content, manifest = get_decoded(store, MANIFEST_KEY, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
+    except ObjectNotFoundError:
+        return None
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         raise error.with_details(url=store.url) from error
     return Stored(content.data, content.version, manifest)
@@ -118,10 +121,7 @@ def read_manifest(
         expect_entry(store, step, retry_seconds=retry_seconds) as expected,
     ):
         if step is None:
-            try:
-                stored = read_stored(reading)
-            except ObjectNotFoundError:
-                stored = None
+            stored = read_stored(reading)
             if stored is not None and stored.manifest is not None:
                 note_last(store, None)
                 manifest = stored.manifest
@@ -478,7 +478,7 @@ def require_not_lost(store: ObjectStore) -> None:
         has_begun = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
     except PermissionDeniedError:
         return  # without a grant to list there is no way to tell
-    if has_begun and not exists(store, CATALOG_KEY):
+    if has_begun and find_object(store, CATALOG_KEY) is None:
         raise CorruptCheckpointError(
             "This run has manifests, but has lost its catalog.json. `dcp-remote recover` rebuilds it.",
             url=store.url,
@@ -490,7 +490,7 @@ def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
 
     One HEAD; a GET more where there is a manifest.
     """
-    if exists(store, MANIFEST_KEY):
+    if find_object(store, MANIFEST_KEY) is not None:
         read_slot(store)  # raises if a server that is no store says that every object exists
         raise CheckpointExistsError(
             "A checkpoint by itself lies here (manifest.json); a run needs a URL of its own. If a run was here first, "
@@ -580,12 +580,3 @@ def find_newest(
         "%s: there is no checkpoint here yet; the job starts from nothing%s", store.url, f". {found}" if found else ""
     )
     return None
-
-
-def exists(store: ObjectStore, key: str) -> bool:
-    """Return whether such an object lies there; one HEAD."""
-    try:
-        store.head(key)
-    except ObjectNotFoundError:
-        return False
-    return True

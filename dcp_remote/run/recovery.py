@@ -32,7 +32,7 @@ from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, revision_of
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.run.catalog_store import unknown_swap
-from dcp_remote.run.conditional_put import Backoff, FailedPut, Found, find, put_until_settled, require_compare_and_swap
+from dcp_remote.run.conditional_put import FailedPut, Found, find, put_until_settled, require_compare_and_swap
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.lookup import not_found
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
@@ -158,7 +158,7 @@ def recover(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
         look=lambda: _look(asking),
         decide=decide,
         unknown=lambda failure: unknown_swap(store, failure),
-        backoff=Backoff(deadline),
+        deadline=deadline,
     )
     logger.info("%s: recovered a catalog of %d checkpoints", store.url, len(recovered.catalog.entries))
     return recovered

@@ -110,8 +110,7 @@ def _wait(
     """Look at the catalog until `choose` finds something in it, and return that; None if there is nothing in time."""
     require_times(timeout_seconds, poll_seconds)
     deadline = Deadline(timeout_seconds, clock)
-    outage = _Outage(store.url)
-    has_looked_around = False
+    has_looked_around = is_outage_told = False
     while True:
         # Taken before the look, so that the last one begins at the deadline, not a pause before it.
         is_last = deadline.expired()
@@ -121,12 +120,17 @@ def _wait(
             if catalog is None and not has_looked_around:
                 _look_around(store)
                 has_looked_around = True
-            outage.end()
         except TransientStorageError as error:
-            outage.note(error)
+            if not is_outage_told:
+                text = "%s: the store does not answer; still waiting for a newer checkpoint: %s"
+                logger.warning(text, store.url, error)
+            is_outage_told = True
             if is_last and raises_at_end:
                 raise  # nothing is known of the run
         else:
+            if is_outage_told:
+                logger.warning("%s: the store answers again", store.url)
+            is_outage_told = False
             if found := choose(catalog):
                 return found
         if is_last:
@@ -142,20 +146,3 @@ def _look_around(store: ObjectStore) -> None:
         require_not_lost(store)
     found = describe_surroundings(store)
     logger.warning("%s: there is no run here yet; waiting for one%s", store.url, f". {found}" if found else "")
-
-
-class _Outage:
-    """Log lines about a store that does not answer: one when that begins, and one when it ends."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._is_told = url, False
-
-    def note(self, error: TransientStorageError) -> None:
-        if not self._is_told:
-            self._is_told = True
-            logger.warning("%s: the store does not answer; still waiting for a newer checkpoint: %s", self._url, error)
-
-    def end(self) -> None:
-        if self._is_told:
-            self._is_told = False
-            logger.warning("%s: the store answers again", self._url)

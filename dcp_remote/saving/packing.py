@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dcp_remote.common.geometry import boxes_of_run, cut_chunk, cut_to_fill
+from dcp_remote.common.geometry import boxes_of_run, cut_to_fill
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.dtypes import ITEM_BYTES
@@ -132,13 +132,10 @@ def pack(
 
 def _cut(item: Item[S], room_bytes: int, shard_bytes_max: int, fill_bytes_min: int) -> list[tuple[int, int]]:
     """Return the first element of each piece of an item, and the one after its last."""
-    item_bytes = ITEM_BYTES[item.dtype]
-    if item.keeps_bounds:
-        return cut_chunk(item.sizes, item_bytes=item_bytes, piece_bytes_max=shard_bytes_max)
     return cut_to_fill(
         item.sizes,
-        item_bytes=item_bytes,
-        room_bytes=room_bytes if room_bytes >= fill_bytes_min else 0,
+        item_bytes=ITEM_BYTES[item.dtype],
+        room_bytes=0 if item.keeps_bounds or room_bytes < fill_bytes_min else room_bytes,
         piece_bytes_max=shard_bytes_max,
         row_bytes_max=fill_bytes_min,
     )

@@ -110,13 +110,32 @@ class ThreadLocation(threading.local):
         return type(self), (SharedLocation(self.location, self._refusal),)
 
 
-def is_location(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether `checkpoint_id` is a valid URL or path."""
-    try:
-        parse_url(checkpoint_id)
-    except DcpRemoteError:
-        return False
-    return True
+class Located:
+    """Base of a reader and a writer of torch's protocol, which the threads that use them move by `reset`."""
+
+    _thread: ThreadLocation
+
+    def __repr__(self) -> str:
+        """Return the class and the URL, never an option: some are secrets."""
+        return f"{type(self).__name__}({self._store.url!r})"
+
+    @property
+    def _store(self) -> ObjectStore:
+        return self._thread.location.store
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """URL or path of the checkpoint, as it was given; torch's logger reads it."""
+        return self._thread.location.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a reader or writer can be made for this URL or path."""
+        try:
+            parse_url(checkpoint_id)
+        except DcpRemoteError:
+            return False
+        return True
 
 
 def join_job(location: Location, world_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dcp_remote.common.geometry import Box, boxes_of_run, cut_chunk, find_single_run
+from dcp_remote.common.geometry import Box, boxes_of_run, cut_to_fill, find_single_run
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.serialization.tensors import empty_tensor, narrow, tensor_from
 from dcp_remote.transfer.ranges import FileRange, RangeReader
@@ -117,7 +117,8 @@ def _range_of(place: StoredTensor | FileRange, box: Box) -> FileRange:
 
 def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:
     """Return a box cut into boxes of at most some bytes, each contiguous in the row-major box, in order."""
-    runs = cut_chunk(box.sizes, item_bytes=dtype.itemsize, piece_bytes_max=piece_bytes_max)
+    limit = piece_bytes_max
+    runs = cut_to_fill(box.sizes, item_bytes=dtype.itemsize, room_bytes=0, piece_bytes_max=limit, row_bytes_max=limit)
     if len(runs) < 2:  # noqa: PLR2004  # one, or none of an empty box
         return [box]
     return [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from dcp_remote.common.helper_thread import HelperThread
+from dcp_remote.common.threads import HelperThread
 from dcp_remote.coordination.call_position import CallPosition, position_of
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.messages import CollectiveKeys

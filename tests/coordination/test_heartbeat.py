@@ -390,7 +390,7 @@ def test_a_stuck_heartbeat_can_be_closed(host: Host, monkeypatch: pytest.MonkeyP
     with host.stopped():
         wait_until(lambda: one.contact_seconds() > 0.5)
         one.close()
-        wait_until(lambda: "dcp_remote-store" not in {new.name for new in set(threading.enumerate()) - threads})
+        wait_until(lambda: "dcp_remote-store_0" not in {new.name for new in set(threading.enumerate()) - threads})
         thread = one._thread
         assert thread is not None
         thread.join(30)

@@ -20,7 +20,7 @@ from tests.support.rank_threads import WHAT, Ended, expected, join, plain, toget
 
 pytestmark = pytest.mark.usefixtures("no_heartbeat_is_left")
 
-HELPER = "dcp_remote-store"
+HELPER = "dcp_remote-store_0"
 PROCESS = f"{socket.gethostname()}, pid {os.getpid()}"
 
 
@@ -111,7 +111,7 @@ def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
     monkeypatch.setattr("dcp_remote.coordination.heartbeat._RECONNECT_SECONDS", 0.1)
     monkeypatch.setattr("dcp_remote.coordination.heartbeat._LOOK_SECONDS", 0.05)
     monkeypatch.setattr("dcp_remote.coordination.key_value._CONNECT_SECONDS", 0.2)
-    monkeypatch.setattr("dcp_remote.common.helper_thread._CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("dcp_remote.common.threads.WAKE_SECONDS", 0.05)
     with closing(Relay(host_store())) as relay:
         yield relay
 

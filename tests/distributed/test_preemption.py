@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import signal
@@ -292,7 +293,7 @@ def test_ranks_that_train_in_step(world_size: int, stride: int) -> None:
             assert stopped[0] >= min(asked.values())
             assert stopped[0] % stride == 0
             assert not any(one.reached(stopped[0] + stride) for one in preemptions)
-            assert all((one.remaining_seconds() or 0) > 0 for one in preemptions)
+            assert all(0 < one.remaining_seconds() < math.inf for one in preemptions)
 
             def save(ranks: RankGroup) -> int:
                 with join(ranks) as joint:
@@ -324,7 +325,7 @@ def test_ranks_that_outlive_their_notice_can_be_asked_again(caplog: pytest.LogCa
             clock.now += 10
             for one in preemptions:
                 one.forget_expired_notice()
-                assert one.remaining_seconds() is None
+                assert one.remaining_seconds() == math.inf
                 assert one.reached(step + 1)
                 assert not one.reached(step + 2)
     texts = [record.getMessage() for record in caplog.records]
@@ -523,7 +524,7 @@ def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
     preemption.install()
     preemption.install()
     assert not preemption.reached(1)
-    assert preemption.remaining_seconds() is None
+    assert preemption.remaining_seconds() == math.inf
     signal.raise_signal(signal.SIGTERM)
     clock.now += 10
     signal.raise_signal(signal.SIGTERM)
@@ -823,7 +824,7 @@ def _train() -> tuple[int, int]:
             if dist.get_rank() == 1 and step in (20, 21):
                 os.kill(os.getpid(), signal.SIGTERM)
             if preemption.reached(step):
-                with join(ranks, seconds=preemption.remaining_seconds() or 0.0) as joint:
+                with join(ranks, seconds=preemption.remaining_seconds()) as joint:
                     return step, joint.gather(1, sum)
         raise AssertionError("it never came")
     finally:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.common.digests import BLOCK_BYTES_MIN, block_bytes
-from dcp_remote.common.geometry import Box, cut_chunk
+from dcp_remote.common.geometry import Box, cut_to_fill
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.format.manifest import RAW, Manifest, TensorKind
@@ -169,7 +169,9 @@ def test_a_model_is_read_at_another_world_size(world_size: int) -> None:
             boxes = [box for box in rows_of(shape, 8) if box.elements]
             pieces = []
             for rank, box in enumerate(boxes):
-                cuts = cut_chunk(box.sizes, item_bytes=4, piece_bytes_max=64 * MiB)
+                cuts = cut_to_fill(
+                    box.sizes, item_bytes=4, room_bytes=0, piece_bytes_max=64 * MiB, row_bytes_max=64 * MiB
+                )
                 pieces.append(tuple(4 * (stop - start) for start, stop in cuts))
                 for length in pieces[-1]:
                     if rank not in last or filled[rank] + length > 64 * MiB:

@@ -150,7 +150,7 @@ def test_a_process_that_outlives_its_notice_saves_and_restores() -> None:
         state = {"n": 0}
         assert checkpoints.restore(state) == 2
         assert state == {"n": 2}
-        assert preemption.remaining_seconds() is None
+        assert preemption.remaining_seconds() == math.inf
         assert [preemption.reached(step) for step in (3, 4)] == [True, False]
         preemption.record_signal()
         assert preemption.remaining_seconds() == 1.0

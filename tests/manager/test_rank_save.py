@@ -71,6 +71,12 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     return saver
 
 
+def _begin(job: JobSession, step: int) -> SaveTicket:
+    begun = job.begin(CheckpointLabels.of(step), borrow=False, deadline=Deadline(60.0))
+    assert isinstance(begun, SaveTicket)
+    return begun
+
+
 def _failed(saver: RankSaver, collective: Any, task: Task) -> None:
     with pytest.raises(SaveFailedError):
         saver.save(collective, task)
@@ -81,7 +87,7 @@ def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkey
     store = MemoryStore()
     job, begun = JobSession(store), dict[int, SaveTicket]()
     for step in (1, 2):
-        begun[step] = job.begin(CheckpointLabels.of(step), borrow=False, deadline=Deadline(60.0))
+        begun[step] = _begin(job, step)
     job.commit(begun[2], b"a manifest", size_bytes=1, deadline=Deadline(60.0))
     saver, before, now = _saver(store, begun, monkeypatch), _task(1), _task(2)
     _failed(saver, _LostCoordinator(lambda: _failed(saver, _LostCoordinator(), before)), now)
@@ -97,7 +103,7 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
 ) -> None:
     """Unclear shards of an earlier save that fails just after this save's report are in the next save's report."""
     store = MemoryStore()
-    begun = {1: JobSession(store).begin(CheckpointLabels.of(1), borrow=False, deadline=Deadline(60.0))}
+    begun = {1: _begin(JobSession(store), 1)}
     saver = _saver(store, begun, monkeypatch)
     monkeypatch.undo()  # the saver's own planning again
     told: list[int] = []

@@ -106,7 +106,7 @@ def test_request_lost(error: type[DcpRemoteError]) -> None:
     run(recording, read_slot(memory), clock=clock)
     assert committed_in(memory) == OURS
     assert [verb for verb, _ in recording.calls] == ["put", "get"] * 3 + ["put"]
-    assert clock.sleeps == [0.1, 0.2, 0.4]
+    assert clock.sleeps == [0.05, 0.1, 0.2]
 
 
 @BOTH

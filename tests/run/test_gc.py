@@ -288,7 +288,7 @@ def test_a_store_that_throttles_is_waited_for() -> None:
     with full_pauses(pauses.append):
         removal = remove_orphans(busy, grace_seconds=0)
     assert len(removal.removed) == 2
-    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
     put_orphans(store)
     busy = FaultyStore(store, [Fault(verb_is("put"), "request", persistent=True)])
     with pytest.raises(TransientStorageError):

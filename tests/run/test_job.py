@@ -31,7 +31,10 @@ from tests.support.catalogs import stored, swapped
 
 
 def begin(job: JobSession, step: int, **note: Any) -> SaveTicket:
-    return job.begin(CheckpointLabels.of(step, **note), borrow=False, deadline=Deadline(60.0))
+    labels = CheckpointLabels.of(step, **{"exist_ok": False, **note})
+    begun = job.begin(labels, borrow=False, deadline=Deadline(60.0))
+    assert isinstance(begun, SaveTicket)
+    return begun
 
 
 def commit(job: JobSession, begun: SaveTicket) -> Entry:

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_remote import Run
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Entry
-from dcp_remote.run.info import best_of
 from dcp_remote.run.retention import Best, Decision, Retention, decide
+from dcp_remote.storage import MemoryStore
 from tests.support.catalogs import entry
 
 LOSS = "loss"
@@ -125,7 +126,7 @@ def test_metrics_that_are_no_names(wrong: Any) -> None:
         Best(wrong)
     if wrong:
         with pytest.raises(InvalidArgumentError, match="metric must be a text"):
-            best_of([], wrong)
+            Run(MemoryStore()).best(wrong)
 
 
 METRICS = st.dictionaries(

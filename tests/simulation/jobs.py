@@ -456,8 +456,7 @@ class Trainer:
     def _begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | None:
         """Begin a save; None if the step is saved already, whose checkpoint gets the names and metrics."""
         self.actor.doing = Fencing(self.name)
-        begin = self.job.begin if note.overwrite else self.job.begin_or_find
-        begun = begin(note, borrow=borrow, deadline=deadline)
+        begun = self.job.begin(note, borrow=borrow, deadline=deadline)
         if isinstance(begun, SaveTicket):
             return begun
         self.actor.doing = Labelling(begun.save_id, note.names, note.metrics, self.name)

@@ -10,7 +10,7 @@ import pytest
 from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.errors import ConditionFailedError, PermissionDeniedError
 from dcp_remote.format.catalog import CATALOG_KEY
-from dcp_remote.run import catalog_store, conditional_put
+from dcp_remote.run import conditional_put
 from dcp_remote.storage import retrying
 from dcp_remote.storage.wrapper import Verb
 from dcp_remote.testing import Fault, nth
@@ -100,5 +100,4 @@ def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses between attempts to milliseconds."""
     policy = partial(RetryPolicy, first_delay_seconds=0.002, delay_seconds_max=0.01)
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
-    for module in (catalog_store, conditional_put):
-        monkeypatch.setattr(module, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(conditional_put, "_FIRST_PAUSE_SECONDS", 0.001)
