@@ -27,8 +27,12 @@ VALUE_MAX = 2**53
 ENTRIES_MAX = 2**25
 
 
-def encode_column(values: NDArray[np.integer[Any]]) -> str:
-    """Encode integers as a column; refuse what `sum_column` would refuse."""
+def encode_column(values: Any) -> str:
+    """Encode an array of integers as a column; refuse what `sum_column` would refuse.
+
+    The hook by which msgspec encodes a column.
+    """
+    assert isinstance(values, np.ndarray)
     if values.size > ENTRIES_MAX:
         raise CorruptCheckpointError("The manifest is damaged: a column has too many entries.", entries_max=ENTRIES_MAX)
     if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
@@ -42,28 +46,29 @@ def encode_column(values: NDArray[np.integer[Any]]) -> str:
     raise AssertionError("int64 holds every difference of int64 values below 2**53")
 
 
-def unpack_column(text: str, *, name: str | None = None) -> NDArray[np.signedinteger[Any]]:
+def unpack_column(_field: type, text: object) -> NDArray[np.signedinteger[Any]]:
     """Return the differences between the values of a column, as narrow as they are stored; `ENTRIES_MAX` at most.
 
-    `name` is the field of the document, for errors.
+    The hook by which msgspec decodes a column.
     """
+    if not isinstance(text, str):
+        raise TypeError("a column is a string")
     width, _, packed = text.partition(":")
     kind = _WIDTHS.get(width)
     if kind is None:
-        raise CorruptCheckpointError("The manifest is damaged: the width of a column is unknown.", column=name)
+        raise CorruptCheckpointError("The manifest is damaged: the width of a column is unknown.")
     if len(packed) // 4 * 3 > (ENTRIES_MAX + 1) * int(width):
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a column has too many entries.", column=name, entries_max=ENTRIES_MAX
-        )
-    data = decode_bytes(packed, name=name)
+        raise CorruptCheckpointError("The manifest is damaged: a column has too many entries.", entries_max=ENTRIES_MAX)
+    try:
+        data = binascii.a2b_base64(packed, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text
+    except (binascii.Error, ValueError) as error:
+        raise CorruptCheckpointError("The manifest is damaged: a field is not base64.") from error
     if len(data) % int(width):
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a column has the wrong length.", column=name, bytes=len(data)
-        )
+        raise CorruptCheckpointError("The manifest is damaged: a column has the wrong length.", bytes=len(data))
     return np.frombuffer(data, dtype=kind)
 
 
-def sum_column(differences: NDArray[np.signedinteger[Any]], *, name: str | None, count: int | None = None) -> I64:
+def sum_column(differences: NDArray[np.signedinteger[Any]], *, name: str, count: int | None = None) -> I64:
     """Return the values of a column, each from 0 to 2**53; `count` is their number, if another field tells it.
 
     A difference may take one byte, and a value takes eight: the number is compared before memory is taken.
@@ -82,19 +87,6 @@ def sum_column(differences: NDArray[np.signedinteger[Any]], *, name: str | None,
     return values
 
 
-def decode_column(text: str, *, name: str, count: int | None = None) -> I64:
-    """Decode a column; as `unpack_column` and `sum_column`."""
-    return sum_column(unpack_column(text, name=name), name=name, count=count)
-
-
 def to_base64(data: bytes | memoryview) -> str:
     """Encode bytes in base64 (RFC 4648 section 4, with padding)."""
     return base64.b64encode(data).decode("ascii")
-
-
-def decode_bytes(text: str, *, name: str | None) -> bytes:
-    """Decode base64 with padding; `name` is the field of the document, for errors."""
-    try:
-        return binascii.a2b_base64(text, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text
-    except (binascii.Error, ValueError) as error:
-        raise CorruptCheckpointError("The manifest is damaged: a field is not base64.", field=name) from error

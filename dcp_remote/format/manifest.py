@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
-from dcp_remote.common.arrays import I64, group_offsets
+from dcp_remote.common.arrays import I64, concat_arrays, group_offsets
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.format.entry_names import top_level_key
 
@@ -36,7 +36,37 @@ PICKLE: Final = "pickle"
 JSON: Final = "json"
 JSON_RAW: Final = "json+raw"
 
-_NO_NUMBERS = np.zeros(0, dtype=np.int64)
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Base class of tables: each field is a column of integers, texts, or digests of 16 bytes one after another."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Return the entries of all parts, one part after another; indices in a column are left as they are."""
+        make: Callable[..., Self] = cls
+        return make(*(_concat(one.type, [getattr(part, one.name) for part in parts]) for one in fields(cls)))
+
+    def take(self, indices: I64) -> Self:
+        """Return the entries at these indices, in their order; indices in a column are left as they are."""
+        make: Callable[..., Self] = type(self)
+        return make(*(_take(getattr(self, one.name), indices) for one in fields(self)))
+
+
+def _concat(annotation: object, parts: Sequence[Any]) -> Any:
+    if annotation == "I64":
+        return concat_arrays(parts)
+    if annotation == "Pieces":
+        return Pieces.concat(parts)
+    return b"".join(parts) if annotation == "bytes" else tuple(chain.from_iterable(parts))
+
+
+def _take(column: Any, indices: I64) -> Any:
+    if isinstance(column, tuple):
+        return tuple(map(column.__getitem__, indices.tolist()))
+    if not isinstance(column, bytes):
+        return column[indices]
+    return np.frombuffer(column, dtype=f"V{DIGEST_BYTES}")[indices].tobytes() if column else b""  # not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +92,7 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class Shards(Table):
     """Shards, one entry each in every column."""
 
     keys: tuple[str, ...]  # relative to the checkpoint or run
@@ -71,34 +101,13 @@ class Shards:
     table_lengths: I64  # bytes of the block table, which ends at `data_starts`
     table_digests: bytes  # of the block tables, 16 bytes each, one after another
 
-    @classmethod
-    def concat(cls, parts: Sequence[Shards]) -> Self:
-        """Return the shards of all parts, one part after another."""
-        return cls(
-            keys=tuple(chain.from_iterable(part.keys for part in parts)),
-            sizes=np.concatenate([_NO_NUMBERS, *(part.sizes for part in parts)]),
-            data_starts=np.concatenate([_NO_NUMBERS, *(part.data_starts for part in parts)]),
-            table_lengths=np.concatenate([_NO_NUMBERS, *(part.table_lengths for part in parts)]),
-            table_digests=b"".join(part.table_digests for part in parts),
-        )
-
-    def take(self, indices: I64) -> Shards:
-        """Return the shards at these indices, in their order."""
-        return Shards(
-            keys=tuple(map(self.keys.__getitem__, indices.tolist())),
-            sizes=self.sizes[indices],
-            data_starts=self.data_starts[indices],
-            table_lengths=self.table_lengths[indices],
-            table_digests=_take_digests(self.table_digests, indices),
-        )
-
     def table_digest(self, shard: int) -> bytes:
         """Return the digest of the block table of a shard; 16 bytes."""
         return self.table_digests[shard * DIGEST_BYTES : (shard + 1) * DIGEST_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(Table):
     """Contiguous byte ranges in shards: those of all chunks in their order, then those of stored objects."""
 
     shard: I64  # index of the shard that holds each piece
@@ -109,36 +118,9 @@ class Pieces:
     table: I64
     digests: bytes  # of the pieces, 16 bytes each, one after another
 
-    @classmethod
-    def concat(cls, parts: Sequence[Pieces]) -> Self:
-        """Return the pieces of all parts, one after another; their `shard` indices count the shards of all parts."""
-        return cls(
-            shard=np.concatenate([_NO_NUMBERS, *(part.shard for part in parts)]),
-            start=np.concatenate([_NO_NUMBERS, *(part.start for part in parts)]),
-            length=np.concatenate([_NO_NUMBERS, *(part.length for part in parts)]),
-            table=np.concatenate([_NO_NUMBERS, *(part.table for part in parts)]),
-            digests=b"".join(part.digests for part in parts),
-        )
-
-    def take(self, indices: I64) -> Pieces:
-        """Return the pieces at these indices, in their order; `shard` is left as it is."""
-        return Pieces(
-            shard=self.shard[indices],
-            start=self.start[indices],
-            length=self.length[indices],
-            table=self.table[indices],
-            digests=_take_digests(self.digests, indices),
-        )
-
     def digest(self, piece: int) -> bytes:
         """Return the digest of a piece; 16 bytes."""
         return self.digests[piece * DIGEST_BYTES : (piece + 1) * DIGEST_BYTES]
-
-
-def _take_digests(digests: bytes, indices: I64) -> bytes:
-    if not digests:  # not known yet
-        return b""
-    return np.frombuffer(digests, dtype=f"V{DIGEST_BYTES}")[indices].tobytes()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -48,13 +48,15 @@ USER_BYTES_MAX = 1 * MiB
 _NONCE = re.compile(rb'\{"nonce":"[0-9a-f]{32}",')
 
 
-class _Head(msgspec.Struct):
+class Head(msgspec.Struct, frozen=True):
+    """Fields that settle a commit whose answer was lost."""
+
     format: str
     version: str
-    kind: str
+    kind: str  # `CHECKPOINT`, or `TOMBSTONE` where there is no checkpoint
     save_id: str
-    requires: list[str] = []
-    replaces: list[str] = []
+    requires: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()  # save_ids that it and its predecessors replaced, newest first
 
 
 class _Kind(msgspec.Struct):
@@ -134,28 +136,12 @@ class _Document(msgspec.Struct, omit_defaults=True):
     segments: _Segments | None = None
 
 
-def _unpack_column(_: type, text: object) -> object:
-    """Decode a field that msgspec does not know: a column, of which `_sum_columns` makes the values."""
-    if not isinstance(text, str):
-        raise TypeError("a column is a string")
-    return unpack_column(text)
-
-
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_HEAD, _DOCUMENT = msgspec.json.Decoder(_Head), msgspec.json.Decoder(_Document, dec_hook=_unpack_column)
+_HEAD, _DOCUMENT = msgspec.json.Decoder(Head), msgspec.json.Decoder(_Document, dec_hook=unpack_column)
 _USER = msgspec.json.Decoder(dict[str, Any])
 
 _values_of_kind = operator.attrgetter(*_Kind.__struct_fields__)
 _columns_of_segments = operator.attrgetter(*_Segments.__struct_fields__)
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Fields that settle a commit whose answer was lost."""
-
-    kind: str  # `CHECKPOINT`, or `TOMBSTONE` where there is no checkpoint
-    save_id: str
-    replaces: tuple[str, ...]  # save_ids that it and its predecessors replaced, newest first
 
 
 def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
@@ -206,13 +192,7 @@ def encode(manifest: Manifest, *, is_known: bool = False) -> bytes:
         user=msgspec.Raw(user),
         segments=_Segments(*_columns_of_segments(segments)) if segments is not None else None,
     )
-    return seal(_encode(document, columns=_encode_column))
-
-
-def _encode_column(values: object) -> str:
-    """Encode the only values of a document that msgspec does not know."""
-    assert isinstance(values, np.ndarray)
-    return encode_column(values)
+    return seal(_encode(document, columns=encode_column))
 
 
 def _encode(value: object, *, columns: Callable[[object], str] | None = None) -> bytes:
@@ -335,7 +315,7 @@ def decode(data: bytes) -> Manifest | None:
 def make_tombstone(save_id: str, replaces: tuple[str, ...]) -> bytes:
     """Return the document that, stored in place of a manifest, prevents the commit of saves that saw no manifest."""
     check_saves(save_id, replaces)
-    head = _Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=list(replaces))
+    head = Head(format=FORMAT, version=VERSION, kind=TOMBSTONE, save_id=save_id, replaces=replaces)
     return seal(msgspec.json.encode(head))
 
 
@@ -353,7 +333,7 @@ def reencode(data: bytes, nonce: str) -> bytes:
 def _head(text: bytes) -> Head:
     head = parse(text, _HEAD, FORMAT)
     check_saves(head.save_id, head.replaces)
-    return Head(head.kind, head.save_id, tuple(head.replaces))
+    return head
 
 
 def _sum_columns(document: _Document) -> None:

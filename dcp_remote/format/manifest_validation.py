@@ -163,14 +163,14 @@ def check_tensors(tensors: Tensors, chunk_counts: I64) -> None:
         reason = why_not_tiled(shape, offsets, sizes, comparisons, is_part=not has_all[number])
         if reason:
             raise _damaged(reason, tensor=tensors.names[number], shape=shape, chunks=len(sizes))
-    for number in _find_doubtful(tensors, np.flatnonzero(whole)).tolist():
+    for number in find_doubtful(tensors, np.flatnonzero(whole)).tolist():
         shape = _checked_shape(tensors, number)
         chunk = int(tensors.chunk_first[number])
         if tensors.sizes_of(chunk) != shape or any(tensors.offsets_of(chunk)):
             raise _damaged("a tensor's only chunk is not the whole of it", tensor=tensors.names[number], shape=shape)
 
 
-def _find_doubtful(tensors: Tensors, whole: I64) -> I64:
+def find_doubtful(tensors: Tensors, whole: I64) -> I64:
     """Return those of the tensors of one chunk whose chunk is not the whole of them, or whose size may be too large.
 
     Looked at all at once: one at a time, they take 5 us each. Sums of logarithms are exact to far less than a bit.

@@ -36,9 +36,9 @@ from dcp_remote.common.arrays import (
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
 from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.format.columns import ENTRIES_MAX, decode_column, encode_column
+from dcp_remote.format.columns import ENTRIES_MAX, encode_column, sum_column, unpack_column
 from dcp_remote.format.document import VERSION, open_document, parse, seal
-from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards, Tensors
+from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards, Table, Tensors
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.format.shard import HeaderEntry, header
 
@@ -60,19 +60,11 @@ _END = b'"}}'
 
 
 class _Chunks(msgspec.Struct):
-    counts: str
-    numbers: str
-    offsets: str
-    sizes: str
-    pieces: str
-
-
-class _Pieces(msgspec.Struct):
-    shard: str
-    start: str
-    length: str
-    table: str
-    digests: bytes
+    counts: I64
+    numbers: I64
+    offsets: I64
+    sizes: I64
+    pieces: I64
 
 
 class _Document(msgspec.Struct):
@@ -80,15 +72,15 @@ class _Document(msgspec.Struct):
     version: str
     requires: list[str]
     chunks: _Chunks
-    pieces: _Pieces
+    pieces: Pieces
 
 
 # Made here, in one thread: two threads that decode a type for the first time at the same moment crash msgspec 0.22.
-_DOCUMENT = msgspec.json.Decoder(_Document)
+_DOCUMENT = msgspec.json.Decoder(_Document, dec_hook=unpack_column)
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(Table):
     """Chunks and their pieces: those of a segment, or of several."""
 
     tensor: I64  # index of the tensor of each chunk
@@ -109,18 +101,18 @@ class Segment:
         """Index of the first piece of each chunk."""
         return group_offsets(self.counts)[:-1]
 
-    def take(self, chunks: I64) -> Segment:
+    def take(self, indices: I64) -> Self:
         """Return the chunks at these indices, in their order."""
-        dimensions = self.dimensions[chunks]
-        values = concat_ranges(self.value_first[chunks], dimensions)
-        return Segment(
-            tensor=self.tensor[chunks],
+        dimensions = self.dimensions[indices]
+        values = concat_ranges(self.value_first[indices], dimensions)
+        return type(self)(
+            tensor=self.tensor[indices],
             dimensions=dimensions,
-            number=self.number[chunks],
+            number=self.number[indices],
             offsets=self.offsets[values],
             sizes=self.sizes[values],
-            counts=self.counts[chunks],
-            pieces=self.pieces.take(self.pieces_of(chunks)),
+            counts=self.counts[indices],
+            pieces=self.pieces.take(self.pieces_of(indices)),
         )
 
     def pieces_of(self, chunks: I64) -> I64:
@@ -139,19 +131,6 @@ class Segment:
             chunk_offsets=self.offsets,
             chunk_sizes=self.sizes,
             chunk_pieces=self.counts,
-        )
-
-    @classmethod
-    def concat(cls, parts: Sequence[Segment]) -> Self:
-        """Return the chunks of all parts, one part after another."""
-        return cls(
-            tensor=concat_arrays([part.tensor for part in parts]),
-            dimensions=concat_arrays([part.dimensions for part in parts]),
-            number=concat_arrays([part.number for part in parts]),
-            offsets=concat_arrays([part.offsets for part in parts]),
-            sizes=concat_arrays([part.sizes for part in parts]),
-            counts=concat_arrays([part.counts for part in parts]),
-            pieces=Pieces.concat([part.pieces for part in parts]),
         )
 
 
@@ -284,27 +263,14 @@ def _encode(part: Segment, owner: I64, shard: I64) -> bytes:
 
     The digests of the pieces, which come last, are missing.
     """
-    pieces = part.pieces
     document = _Document(
         format=FORMAT,
         version=VERSION,
         requires=[],
-        chunks=_Chunks(
-            counts=encode_column(np.bincount(owner).astype(np.int64)),
-            numbers=encode_column(part.number),
-            offsets=encode_column(part.offsets),
-            sizes=encode_column(part.sizes),
-            pieces=encode_column(part.counts),
-        ),
-        pieces=_Pieces(
-            shard=encode_column(shard),
-            start=encode_column(pieces.start),
-            length=encode_column(pieces.length),
-            table=encode_column(pieces.table),
-            digests=b"",
-        ),
+        chunks=_Chunks(np.bincount(owner), part.number, part.offsets, part.sizes, part.counts),
+        pieces=replace(part.pieces, shard=shard, digests=b""),
     )
-    return msgspec.json.encode(document)
+    return msgspec.json.encode(document, enc_hook=encode_column)
 
 
 def _compress(data: bytes) -> bytes:
@@ -394,18 +360,18 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
     tensors = segments.tensor[first:stop]
     document = parse(text, _DOCUMENT, FORMAT)
     chunks, columns = document.chunks, document.pieces
-    counts = decode_column(chunks.counts, name="chunks.counts", count=len(tensors))
+    counts = sum_column(chunks.counts, name="chunks.counts", count=len(tensors))
     if _total(counts) > ENTRIES_MAX:
         raise _damaged("it has too many chunks")
     owner = np.repeat(np.arange(len(tensors)), counts)
     tensor = tensors[owner]
-    numbers = decode_column(chunks.numbers, name="chunks.numbers", count=len(tensor))
+    numbers = sum_column(chunks.numbers, name="chunks.numbers", count=len(tensor))
     if bool((numbers >= segments.chunks[tensor]).any()):
         raise _damaged("a chunk has a number that its tensor does not have")
     values = int(dimensions[tensor].sum())
-    offsets = decode_column(chunks.offsets, name="chunks.offsets", count=values)
-    sizes = decode_column(chunks.sizes, name="chunks.sizes", count=values)
-    piece_counts = decode_column(chunks.pieces, name="chunks.pieces", count=len(tensor))
+    offsets = sum_column(chunks.offsets, name="chunks.offsets", count=values)
+    sizes = sum_column(chunks.sizes, name="chunks.sizes", count=values)
+    piece_counts = sum_column(chunks.pieces, name="chunks.pieces", count=len(tensor))
     # Chunks outside of the box would not be found by a reader of a part.
     box = int(dimensions[segments.tensor[:first]].sum()) + group_offsets(dimensions[tensors])
     places = concat_ranges(box[owner], dimensions[tensor])
@@ -413,15 +379,15 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
     if bool((offsets < low).any() or (offsets + sizes > high).any()):
         raise _damaged("a chunk lies outside the box of its segment")
     total = _total(piece_counts)
-    local = decode_column(columns.shard, name="pieces.shard", count=total)
+    local = sum_column(columns.shard, name="pieces.shard", count=total)
     begin, end = (int(segments.shards[: segment + i].sum()) for i in (0, 1))
     if len(columns.digests) != total * DIGEST_BYTES or (total and int(local.max()) >= end - begin):
         raise _damaged("its digests or shards are not those of its pieces")
     pieces = Pieces(
         shard=segments.shard[begin:end][local],
-        start=decode_column(columns.start, name="pieces.start", count=total),
-        length=decode_column(columns.length, name="pieces.length", count=total),
-        table=decode_column(columns.table, name="pieces.table", count=total),
+        start=sum_column(columns.start, name="pieces.start", count=total),
+        length=sum_column(columns.length, name="pieces.length", count=total),
+        table=sum_column(columns.table, name="pieces.table", count=total),
         digests=columns.digests,
     )
     return Segment(tensor, dimensions[tensor], numbers, offsets, sizes, piece_counts, pieces)

@@ -34,6 +34,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.document import DOCUMENT_BYTES_MAX
 from dcp_remote.format.empty_dicts import empty_dicts
 from dcp_remote.format.manifest import TensorKind, Tensors
+from dcp_remote.format.manifest_validation import find_doubtful
 from dcp_remote.format.tiling import Comparisons, why_not_tiled
 from dcp_remote.saving.manifest_assembly import Planned, PlannedTensors
 from dcp_remote.saving.rank_differences import NAMED_MAX, ObjectDifference, describe_tensor, make_difference_error
@@ -554,7 +555,9 @@ def _find_differing_objects(items: _Items, writes: Bools) -> tuple[ObjectDiffere
 def _require_tiled(tensors: Tensors) -> None:
     """Refuse tensors whose chunks do not tile them, before any upload; the manifest is checked again at the commit."""
     comparisons = Comparisons()
-    for number in np.flatnonzero(~_are_whole(tensors)).tolist():
+    is_single = tensors.chunks == 1
+    doubtful = find_doubtful(tensors, np.flatnonzero(is_single))
+    for number in [*np.flatnonzero(~is_single).tolist(), *doubtful.tolist()]:
         shape = tensors.shape_of(number)
         reason = why_not_tiled(shape, *tensors.boxes_of(number), comparisons)
         if reason is not None:
@@ -564,18 +567,3 @@ def _require_tiled(tensors: Tensors) -> None:
                 shape=shape,
                 chunks=int(tensors.chunks[number]),
             )
-
-
-def _are_whole(tensors: Tensors) -> Bools:
-    """Return which tensors consist of one whole chunk; if nothing is sharded, most do."""
-    result: Bools = tensors.chunks == 1
-    first_box = tensors.box_first[tensors.chunk_first[:-1]]
-    for dimensions in sorted_unique(tensors.dimensions).tolist():
-        numbers = np.flatnonzero(result & (tensors.dimensions == dimensions))
-        axes = np.arange(dimensions)
-        shapes = tensors.shape[tensors.shape_first[numbers, None] + axes]
-        offsets, sizes = (
-            values[first_box[numbers, None] + axes] for values in (tensors.chunk_offsets, tensors.chunk_sizes)
-        )
-        result[numbers] = (sizes == shapes).all(axis=1) & (offsets == 0).all(axis=1)
-    return result

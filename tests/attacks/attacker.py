@@ -24,13 +24,14 @@ from dcp_remote import RemoteReader, RemoteWriter, load
 from dcp_remote.cli.output import Output
 from dcp_remote.cli.show import show
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError
-from dcp_remote.format.columns import decode_column, to_base64
+from dcp_remote.format.columns import to_base64
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.serialization.torch_streams import save
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.memory import MemoryObject
 from dcp_remote.testing.wrappers import RecordingStore
+from tests.support.columns import decode_column
 from tests.support.figures import count
 from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks
 

@@ -71,7 +71,8 @@ def sealed(data: bytes) -> None:
 def columns(data: bytes) -> None:
     """Read this text as a column; accepted columns are written and read again."""
     from dcp_remote.errors import CorruptCheckpointError
-    from dcp_remote.format.columns import decode_column, encode_column
+    from dcp_remote.format.columns import encode_column
+    from tests.support.columns import decode_column
 
     try:
         values = decode_column(data.decode("utf-8", "replace"), name="fuzz")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dcp_remote.errors import CorruptCheckpointError
 from dcp_remote.format import columns
-from dcp_remote.format.columns import VALUE_MAX, decode_bytes, decode_column, encode_column, to_base64
+from dcp_remote.format.columns import VALUE_MAX, encode_column, to_base64
+from tests.support.columns import decode_column
 
 
 def column(width: int, differences: list[int]) -> str:
@@ -80,10 +81,11 @@ def test_columns_of_another_length() -> None:
             decode_column(text, name="c", count=count)
 
 
-def test_bytes() -> None:
+def test_bytes_of_columns() -> None:
     """Base64 is decoded as it was encoded; other texts are refused."""
-    for data in (b"", b"\x00", bytes(range(256))):
-        assert decode_bytes(to_base64(data), name="f") == data
+    for values in ([], [0], list(range(128))):
+        packed = to_base64(np.diff(values, prepend=0).astype(np.int8).tobytes())
+        assert decode_column(f"1:{packed}").tolist() == values
     for text in ("AA", "A", "ä", "AA=A"):
         with pytest.raises(CorruptCheckpointError):
-            decode_bytes(text, name="f")
+            decode_column(f"1:{text}")

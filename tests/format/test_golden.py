@@ -15,13 +15,13 @@ from dcp_remote import CheckpointManager, Files, load, open_run
 from dcp_remote.errors import CheckpointNotFoundError, UnsupportedFormatError
 from dcp_remote.format import catalog_json, manifest_json
 from dcp_remote.format.catalog import Catalog
-from dcp_remote.format.columns import decode_column
 from dcp_remote.format.dtypes import ITEM_BYTES
 from dcp_remote.serialization.objects import _TAG_BY_NAME
 from read_without_torch import Checkpoint, UnreadableError, read_document
 from tests.format.golden_forms import as_read, form
 from tests.format.golden_states import STATES
 from tests.format.write_golden import GOLDEN
+from tests.support.columns import decode_column
 
 # Digests of all files of each folder, with their paths. A digest never changes: the files are what old releases wrote.
 DIGESTS = {

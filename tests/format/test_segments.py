@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,13 +19,14 @@ from dcp_remote.common.digests import block_bytes, block_digests, piece_digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.errors import CorruptCheckpointError, UnsupportedFormatError
 from dcp_remote.format import document, manifest_json, segments
-from dcp_remote.format.columns import decode_column, encode_column
+from dcp_remote.format.columns import encode_column
 from dcp_remote.format.document import seal, unseal
-from dcp_remote.format.manifest import Manifest, Pieces, TensorKind
+from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.format.segments import Segment, decode_segment, find_segments, join, place_of, segment_keys
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.overlapping_templates import _have_other_values
 from dcp_remote.run.thinning import drop_keys
+from tests.support.columns import decode_column
 from tests.support.manifests import Layout, build, manifests, plain
 from tests.support.segments import lower_segments, split
 
@@ -346,9 +347,3 @@ def test_a_gap_is_found_when_all_segments_are_joined() -> None:
     found = [replace(one, number=one.number + 2 * n) for n, one in enumerate(found)]
     with pytest.raises(CorruptCheckpointError):
         join(fewer, found)
-
-
-def test_every_column_is_in_a_segment_or_in_the_index() -> None:
-    """A new column of pieces has to be put into segments as well."""
-    names = {one.name for one in fields(Pieces)}
-    assert names == set(segments._Pieces.__struct_fields__)
