@@ -333,6 +333,7 @@ class Collective:
             keys, pauses, link = outcome.keys, self._member.polling_pauses(), self._member.link()
             series, key = keys.parts(self._round), keys.answer(self._round)
             if link is None or not link.begin(series, series, key, data):
+                self._client = self._client or self._member.take_client()
                 self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
                 outcome.wait(next(pauses))  # the coordinator has not even looked yet
                 answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
@@ -473,7 +474,8 @@ class Collective:
     def _ask(self, request: Callable[[Client], T]) -> T:
         """Make a request to the store and return its answer, for as long as the operation goes on.
 
-        A store whose host was stopped never answers, so the request is made in a helper thread.
+        A store whose host was stopped never answers, so the request is made in a helper thread. Where this rank may be
+        linked to others, that is the heartbeat's.
 
         Raises:
             DcpRemoteError: The operation was cancelled, or the store is gone.
@@ -483,14 +485,16 @@ class Collective:
         if self._heartbeat.gone is not None:  # to connect anew would take minutes
             outcome.end_without_store(self._heartbeat.gone)
             outcome.raise_if_cancelled()
-        client, self._client = self._client or self._member.take_client(), None
+        client, self._client = self._client, None
+        if client is None and not self._member.may_link:
+            client = self._member.take_client()
         try:
-            answer = client.ask(request, outcome.raise_if_cancelled)
-        except dist.DistError as error:
-            client.abandon()
-            self._raise_without_store(error)
-        except BaseException:
-            client.abandon()
+            answer = (client or self._member).ask(request, outcome.raise_if_cancelled)
+        except BaseException as error:
+            if client is not None:
+                client.abandon()
+            if isinstance(error, dist.DistError):
+                self._raise_without_store(error)
             raise
         self._client = client
         return answer

@@ -58,12 +58,6 @@ _NEWS_SECONDS = 4.0
 _NEWS_BEATS = 2.5
 _NEWS_SHARE = 1 / 3
 
-# Longest time without a heartbeat of its own of a rank for which another speaks: load balancers and firewalls forget a
-# connection over which nothing was sent for four minutes or more. Other ranks wait less, down to half of it, so that
-# not all of a job have theirs at one moment.
-_OWN_SECONDS = 200.0
-_OWN_SPREAD = 101
-
 # Ranks without a heartbeat so far are looked for one by one: so many with each of this rank's heartbeats, in turn.
 _UNHEARD_PER_BEAT = 512
 
@@ -280,7 +274,7 @@ class Heartbeat:
         self.interval_seconds = self._rest_seconds = beat_seconds
         # In the helper thread: status that this rank has told last, if the outbox was emptied since, news in place of
         # what this rank would read itself, and what it has looked for since the last heartbeat.
-        self._told, self._has_emptied, self._own_at = self._status, False, clock()
+        self._told, self._has_emptied = self._status, False
         self._news: News | None = None
         self._found: dict[str, bytes] = {}
         self._hooks: list[Callable[[Client], None]] = []
@@ -677,7 +671,6 @@ class Heartbeat:
             client.put(_speaker_key(self._rank), pickle.dumps({**others, self._rank: data}))
         # What the outbox has put, and a first status, must be there before another rank publishes this status.
         is_own = not speaker or speaker != told.speaker or self._has_emptied
-        is_own = is_own or began_at >= self._own_at + _OWN_SECONDS * (1 - self._rank % _OWN_SPREAD / _OWN_SPREAD / 2)
         if is_own:
             client.put(_status_key(self._rank), data)
         was_asked, last_news, self._found = self.is_asked, self._news, {}
@@ -689,7 +682,6 @@ class Heartbeat:
         if self.is_asked and not was_asked:
             self._wake.set()  # the next heartbeat, which has the position, follows at once
         self._answered_count, self._told, self._has_emptied = self._count, status, False
-        self._own_at = began_at if is_own else self._own_at
         for hook in self._hooks:
             self._call(hook, client)
         self.interval_seconds = self._rest_seconds = self._count_interval(1 + len(others))

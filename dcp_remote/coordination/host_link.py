@@ -641,8 +641,9 @@ class _Speaker:
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
-            if self._thread.is_alive() and self._client is not None:
-                self._client.shut_down()
+            client, self._client = self._client, None  # whose connection would last as long as this object
+            if self._thread.is_alive() and client is not None:
+                client.shut_down()
 
     def _run(self) -> None:
         while True:

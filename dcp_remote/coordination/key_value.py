@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -44,6 +45,11 @@ _GET_ATTEMPTS = 3
 
 # Longest wait for a connection of `require_reachable`, and of a client for another client to connect.
 _CONNECT_SECONDS = 3.0
+
+# Silence after which the kernel sends a packet, since load balancers and firewalls forget a connection that was silent
+# for four minutes, as between saves. So many packets without an answer, the most that Linux allows, are its end.
+_KEEP_ALIVE_SECONDS = 100
+_KEEP_ALIVE_PACKETS = 127
 
 
 _connecting = threading.Lock()
@@ -80,7 +86,9 @@ class Client:
         try:
             before = _sockets_to(address) if address is not None else {}
             self._store = open_connection(store)
-            new = _sockets_to(address).keys() - before.keys() if address is not None else set()
+            after = _sockets_to(address) if address is not None else {}
+            new = after.keys() - before.keys()
+            _keep_alive([after[inode] for inode in new])
         finally:
             if is_alone:
                 _connecting.release()
@@ -295,6 +303,14 @@ def _sockets_to(address: StoreAddress) -> dict[int, int]:
                         if isinstance(peer, tuple) and peer[1] == address.port:
                             found[status.st_ino] = descriptor
     return found
+
+
+def _keep_alive(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_SECONDS)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVE_PACKETS)
 
 
 def series_key(series: str, number: int) -> str:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.common.threads import WAKE_SECONDS, OneTimeEvent
 from dcp_remote.coordination.heartbeat import POLLING_SECONDS, Heartbeat
 from dcp_remote.coordination.host_link import HostLink
 from dcp_remote.coordination.key_value import Client, HelperClient
+
+T = TypeVar("T")
 
 # Operations whose answers and verdicts are kept until all ranks meet again: a rank that is slow reads what it was sent,
 # and one that missed operations finds out how many.
@@ -40,6 +48,7 @@ class GroupMember:
         world_size: Ranks of the group.
         clock: Monotonic clock, in seconds.
         is_coordinator: True on rank 0.
+        may_link: True if this rank may be linked to others of its host; False on the coordinator.
         heartbeat: Heartbeat of this rank; None if it is the only one, or before the first operation.
         last_met: Number of the last operation in which all ranks met, as this rank knows; -1 before the first.
     """
@@ -56,6 +65,7 @@ class GroupMember:
         self.world_size = world_size
         self.clock = clock
         self.is_coordinator = rank == 0
+        self.may_link = rank > 0 and world_size >= _LINKED_RANKS_MIN
         self.heartbeat: Heartbeat | None = None
         self.last_met = -1
         self._link_name = link_name
@@ -63,6 +73,7 @@ class GroupMember:
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle_clients: list[HelperClient] = []
+        self._requests: deque[Callable[[Client], None]] = deque()  # for the heartbeat
         self._leftovers: dict[str, int] = {}  # number of the operation, by key
         self._left_series: dict[str, int] = {}  # the same, by series
         self._answers: dict[str, int] = {}  # the same, by key
@@ -83,14 +94,43 @@ class GroupMember:
         if not is_kept:
             client.close()
 
+    def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
+        """Let the heartbeat make a request at once, over its connection, and return the answer; as `HelperClient.ask`.
+
+        A request whose connection breaks is made again over the next.
+        """
+        assert self.heartbeat is not None, "a single rank needs no store"
+        answer: Future[T] = Future()
+        answered = OneTimeEvent()
+
+        def make_request(client: Client) -> None:
+            try:
+                answer.set_result(request(client))
+            except dist.DistNetworkError:
+                raise
+            except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
+                answer.set_exception(error)
+            answered.set()
+
+        self._requests.append(make_request)
+        self.heartbeat.wake()
+        while not answered.wait(WAKE_SECONDS):
+            look()
+        return answer.result()
+
+    def make_requests(self, client: Client) -> None:
+        """Make the requests of `ask`; a hook of the heartbeat."""
+        while self._requests:
+            self._requests[0](client)
+            self._requests.popleft()
+
     def link(self) -> HostLink | None:
         """Return the link to the other ranks of this host, once there is a store; None where each rank is alone.
 
         The coordinator takes part in no link, and another rank only if there is a third.
         """
         with self._lock:
-            may_link = self.rank > 0 and self.world_size >= _LINKED_RANKS_MIN and not self._is_closed
-            name = self._link_name() if may_link else None
+            name = self._link_name() if self.may_link and not self._is_closed else None
             if self._link is None and name is not None and self.heartbeat is not None:
                 self._link = HostLink(name, self.rank, self.heartbeat.client, self.polling_pauses, self.heartbeat.wake)
             return None if self._link is None or self._link.failure is not None else self._link

@@ -167,6 +167,36 @@ def test_operations_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts == {"add": 2, "set": 3, "check": 1, "multi_get": 2, "compare_set": 2, "delete_key": 4}
 
 
+@pytest.mark.parametrize("size_bytes", [1, 40_000])
+def test_a_linked_rank_has_one_connection(size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of four ranks: their heartbeats', one for each host and the coordinator's, with answers in blocks too.
+
+    A rank that comes late to an operation that was given up without it has none more for its look at the verdict.
+    """
+    opened, connect = list[dist.Store](), key_value.open_connection
+
+    def open_noted(store: dist.Store) -> dist.Store:
+        opened.append(store)
+        return connect(store)
+
+    monkeypatch.setattr(key_value, "open_connection", open_noted)
+    name = uuid.uuid4().hex
+
+    def part(ranks: RankGroup, what: str = WHAT) -> int:
+        ranks._member._link_name = lambda: f"{name}-{ranks.rank // 4}"
+        with join(ranks, what, arrival_seconds=0.5) as collective:
+            collective.gather(None, len)
+            return len(collective.scatter(b"x" * size_bytes, lambda values: [value[:] + b"y" for value in values]))
+
+    with rank_threads(8) as them:
+        assert [result.value for result in them.run(part)] == [size_bytes + 1] * 8
+        assert len(opened) == 8 + 2 + 1
+        early = [*range(7)]
+        assert all("has not called" in error for error in errors(them.run(part, ranks=early)))
+        assert [result.value for result in them.run(lambda ranks: part(ranks, "another"))] == [size_bytes + 1] * 8
+        assert len(opened) == 8 + 2 + 1
+
+
 def test_a_rank_that_comes_late_to_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part does not wait for long: the late rank is in a second one. It is linked from the next round on."""
     monkeypatch.setattr(host_link, "_MERGE_SECONDS", 0.05)

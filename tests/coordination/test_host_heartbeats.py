@@ -407,20 +407,6 @@ def test_a_heartbeat_that_the_store_did_not_answer_is_put_again(monkeypatch: pyt
     assert link.told == [False, False, False, False, True]
 
 
-@pytest.mark.parametrize(("rank", "expected"), [(5, [1, 1, 1, 4, 4, 4, 7]), (100, [1, 1, 3, 3, 5, 5, 7])])
-def test_a_connection_of_a_rank_that_is_spoken_for_is_used_again_and_again(rank: int, expected: list[int]) -> None:
-    """One heartbeat of its own in 100 to 200 s, by rank and clock, before a firewall forgets the connection."""
-    store, link, clock = dist.HashStore(), OtherLeads(), Clock()
-    client = Client(store)
-    one = Heartbeat(store, rank, link=lambda: link, clock=clock)  # type: ignore[arg-type, return-value]
-    counts = []
-    for _ in range(7):
-        one._beat(client)
-        counts.append(RankStatus.decode(client.get(f"beat/{rank}")).count)
-        clock.now += 70
-    assert counts == expected
-
-
 def test_a_rank_whose_link_cannot_start_speaks_for_itself() -> None:
     """The process may start no thread, or open no socket: each heartbeat is the rank's own."""
     store, link = dist.HashStore(), OtherLeads(can_start=False)

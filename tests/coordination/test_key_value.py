@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -141,3 +144,25 @@ def test_a_closed_helper_ends_its_connection(tmp_path: Path) -> None:
     assert len(key_value._sockets_to(address)) == before + 1
     helper.close()
     wait_until(lambda: len(key_value._sockets_to(address)) == before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO")
+def test_an_idle_connection_is_not_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernel sends packets over it, as it counts them, and no unanswered ten of them end it."""
+    monkeypatch.setattr(key_value, "_KEEP_ALIVE_SECONDS", 1)
+    store = tcp(tmp_path)
+    address = address_of(store)
+    assert address is not None
+    client = Client(store)
+    descriptor = key_value._sockets_to(address)[client._socket_inode or 0]
+    with socket.socket(fileno=os.dup(descriptor)) as own:
+
+        def sent() -> int:
+            # `tcpi_segs_out` of tcp(7)'s `struct tcp_info`.
+            return int(struct.unpack_from("I", own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 140), 136)[0])
+
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)  # Linux waits so long after each, if not longer
+        before = sent()
+        wait_until(lambda: sent() >= before + 3)
+        assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) > 10
+    assert not client.has(["k"])

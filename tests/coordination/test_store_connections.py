@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.member import GroupMember
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import WHAT, Ended, expected, join, plain, together, upload, wait_until
 
@@ -157,6 +159,44 @@ def test_a_heartbeat_goes_on_over_another_connection(relay: Relay) -> None:
         wait_until(lambda: done)
         assert Client(dist.PrefixStore("group", relay.store)).get("told") == b"1"
         wait_until(lambda: [one.name for one in threading.enumerate() if one not in threads].count(HELPER) == 1)
+
+
+def test_a_request_that_the_heartbeat_makes_is_made_again(relay: Relay) -> None:
+    """Cut the network for a second after the request has begun, heal it: the answer comes over another connection."""
+    member = GroupMember(1, 3, time.monotonic)
+    heartbeat = member.heartbeat = Heartbeat(relay.connect(), 1, beat_seconds=0.02).start()
+    heartbeat.add_hook(member.make_requests)
+    connections: list[Client] = []
+
+    def read(client: Client) -> bytes:
+        connections.append(client)
+        if len(connections) == 1:
+            relay.cut()
+            threading.Timer(1.0, relay.heal).start()
+        return client.get("key")
+
+    with closing(heartbeat):
+        member.ask(lambda client: client.put("key", b"value"), lambda: None)
+        assert member.ask(read, lambda: None) == b"value"
+        assert len(set(connections)) > 1
+
+
+def test_errors_of_a_request_that_the_heartbeat_makes() -> None:
+    """What the request raises, and what the caller's look raises, leaves the heartbeat and the next request alone."""
+    member = GroupMember(1, 3, time.monotonic)
+    heartbeat = member.heartbeat = Heartbeat(dist.HashStore(), 1, beat_seconds=0.02)
+    heartbeat.add_hook(member.make_requests)
+
+    def fail(_client: Client | None = None) -> None:
+        raise ValueError("boo")
+
+    with pytest.raises(ValueError, match="boo"):
+        member.ask(lambda client: client.put("key", b"value"), fail)
+    with closing(heartbeat.start()):
+        with pytest.raises(ValueError, match="boo"):
+            member.ask(fail, lambda: None)
+        assert member.ask(lambda client: client.get("key"), lambda: None) == b"value"
+    assert heartbeat.gone is None
 
 
 def test_a_host_that_is_stopped_gets_few_connections(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,11 @@ BEATS_MAX = {"heartbeats outside an operation": 1.5, "a gather, and heartbeats i
 # The same in a save or a restore that takes less than a second, most of them as ranks enter and leave it.
 BEATS_OF_SAVE_MAX = dict.fromkeys(("first save", "warm save", "another warm save", "restore"), 4.5)
 
+# Connections to the store of a rank: torch's and the heartbeat's, with those of rank 0, of ranks that speak for their
+# hosts, and the sockets of the store itself; and none that outlives its group.
+CONNECTIONS_MAX = dict.fromkeys(("4 gathers", "first save", "another warm save", "restore"), 2.4)
+CONNECTIONS_MAX |= dict.fromkeys(("close a group", "close a manager"), 1.25)
+
 # Requests of all ranks to the object store.
 REQUESTS_MAX = {"first save": 2.5, "warm save": 1.5, "another warm save": 1.5, "restore": 2.0}
 
@@ -79,6 +84,7 @@ def assert_few(phases: dict[str, Any], ranks: int, *, beats: int) -> None:
     assert above(phases, "without_looks_per_rank", ROUNDS_MAX) == {}
     assert above(phases, "by_heartbeats_per_rank", BEATS_MAX, ranks=beats) == {}
     assert above(phases, "by_heartbeats_per_rank", BEATS_OF_SAVE_MAX) == {}
+    assert above(phases, "connections_per_rank", CONNECTIONS_MAX) == {}
     assert above(phases, "requests", REQUESTS_MAX, ranks=ranks) == {}
 
 
