@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
 from dcp_remote.testing.servers import S3Server
+from tests.support.ports import reserved_port
 from tests.support.scripted_server import HttpAnswer
 
 # "half": half of the body has arrived; without a body, the same as "sent". "sent": all has arrived, and nothing was
@@ -126,9 +127,7 @@ class Relay:
         self._free_at = 0.0
         self._connections: set[socket.socket] = set()
         # Bound and not listening, it keeps the port while the relay is closed.
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("127.0.0.1", 0))
+        self._reserved = reserved_port()
         self._port: int = self._reserved.getsockname()[1]
         self._http: _Server | None = None
 

@@ -33,6 +33,7 @@ from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import S3Server
 from dcp_remote.testing.wrappers import Fault, FaultyStore, RecordingStore
 from tests.support.command_line import CommandLine
+from tests.support.ports import reserved_port
 from tests.support.schemas import require_schema
 from tests.support.scripted_server import Handler, HttpAnswer, HttpRequest, scripted_server
 
@@ -531,24 +532,25 @@ def test_a_bucket_under_torchrun(bucket: str) -> None:
 
 def test_a_rank_that_torchrun_ends(tmp_path: Path) -> None:
     """Send SIGTERM to a rank that waits for another one, as torchrun does: it says so, and no folder is left."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     environment = {**os.environ, **{name: str(value) for name, value in ranks.items()}}
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     program = "import sys; from dcp_remote.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "doctor", str(tmp_path / "run")]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as rank:
-        try:
-            while rank.poll() is None:
-                with suppress(ConnectionRefusedError):  # until its checks are made, and it waits for rank 1
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                time.sleep(0.05)
-            rank.terminate()
-            _, said = rank.communicate(timeout=100)
-        finally:
-            rank.kill()
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        environment["MASTER_PORT"] = str(port)
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as rank:
+            try:
+                while rank.poll() is None:
+                    with suppress(ConnectionRefusedError):  # until its checks are made, and it waits for rank 1
+                        socket.create_connection(("127.0.0.1", port)).close()
+                        break
+                    time.sleep(0.05)
+                rank.terminate()
+                _, said = rank.communicate(timeout=100)
+            finally:
+                rank.kill()
     assert rank.returncode == 128 + signal.SIGTERM
     assert "dcp-remote: rank 0 was ended by SIGTERM, as torchrun does once another rank failed" in said
     assert list(tmp_path.iterdir()) == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def test_absent_ranks_are_named_at_the_deadline() -> None:
     """Rank 1 has a heartbeat and begins nothing, rank 2 has none; the others raise the same error."""
 
     def part(ranks: RankGroup) -> None:
-        with join(ranks, seconds=0.6) as collective:
+        with join(ranks, seconds=2.0) as collective:
             collective.set_activity(f"asking, as number {ranks.rank}")
             collective.gather(None, len)
 
@@ -90,7 +90,7 @@ def test_the_notes_of_late_ranks_are_told() -> None:
     """A rank and the coordinator upload beyond the deadline: both are named, with their notes."""
 
     def part(ranks: RankGroup) -> None:
-        with join(ranks, seconds=0.5) as collective:
+        with join(ranks, seconds=2.0) as collective:
             collective.set_activity(f"uploading, {ranks.rank} of 40 shards")
             if ranks.rank != 1:
                 wait_until(lambda: collective.cancelled)  # ignores the deadline
@@ -156,7 +156,7 @@ def test_a_decision_that_takes_too_long() -> None:
     collectives: list[Collective] = []
 
     def part(ranks: RankGroup) -> None:
-        with join(ranks, seconds=0.3) as collective:
+        with join(ranks, seconds=2.0) as collective:
             if ranks.is_coordinator:
                 collectives.append(collective)
                 collective.set_activity("deciding")
@@ -176,17 +176,22 @@ def test_a_silent_rank_ends_it_by_name() -> None:
     """Stop the heartbeat of a rank: the others raise after `silence_seconds`, and not at the deadline."""
 
     def part(ranks: RankGroup) -> None:
-        with join(ranks, silence_seconds=0.6) as collective:
+        with join(ranks, silence_seconds=2.0) as collective:
             collective.gather(None, len)
             collective.set_activity(f"uploading, {ranks.rank} of 40 shards")
-            wait_until(lambda: ranks.heartbeat.last_activity.startswith("uploading"))  # type: ignore[union-attr]
-            time.sleep(0.2)
+            if ranks.is_coordinator:
+                wait_until(lambda: "uploading" in note_of(ranks, 2))
             met.wait(30)
             if ranks.rank == 2:
                 with held(ranks):
                     wait_until(over.is_set)
             else:
                 upload(collective)
+
+    def note_of(ranks: RankGroup, rank: int) -> str:
+        assert ranks.heartbeat is not None, "each of three ranks has one"
+        status = ranks.heartbeat.last(rank)
+        return "" if status is None else status.note
 
     met, over = threading.Barrier(3), threading.Event()
 
@@ -201,7 +206,7 @@ def test_a_silent_rank_ends_it_by_name() -> None:
         ended = them.run(watched)
     for result in ended[:2]:
         assert type(result.error) is SaveFailedError
-        assert "Rank 2 has been silent for 1 s" in plain(result.error)
+        assert re.search(r"Rank 2 has been silent for \d+ s;", plain(result.error))
         assert f"{WHAT} was given up" in plain(result.error)
         assert "ranks='2' last='2: uploading, 2 of 40 shards'" in plain(result.error)
 
@@ -212,7 +217,7 @@ def test_a_silent_coordinator_is_lost() -> None:
     met, over = threading.Barrier(3), threading.Barrier(3)
 
     def part(ranks: RankGroup) -> None:
-        with join(ranks, silence_seconds=20.0 if ranks.is_coordinator else 0.6) as collective:
+        with join(ranks, silence_seconds=20.0 if ranks.is_coordinator else 2.0) as collective:
             collectives.append(collective)
             collective.gather(None, len)
             met.wait(30)

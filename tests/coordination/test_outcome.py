@@ -68,13 +68,13 @@ def test_no_rank_is_needed_in_the_commit_phase() -> None:
     over = threading.Event()
 
     def part(ranks: RankGroup) -> str:
-        with join(ranks, silence_seconds=0.5) as collective:
+        with join(ranks, silence_seconds=2.0) as collective:
 
             def commit(values: list[None]) -> str:
                 collective.begin_commit()
                 met.wait(30)
                 wait_until(lambda: them.store.check(["group/1/failed"]))
-                wait_until(lambda: ranks.heartbeat.silent_ranks(0.5))  # type: ignore[union-attr]
+                wait_until(lambda: ranks.heartbeat.silent_ranks(2.0))  # type: ignore[union-attr]
                 time.sleep(0.2)
                 assert collective.cancelled is None
                 return "committed"
@@ -140,7 +140,7 @@ def test_the_deadline_counts_in_the_commit_phase() -> None:
     collectives: list[Collective] = []
 
     def part(ranks: RankGroup) -> None:
-        with join(ranks, seconds=0.3) as collective:
+        with join(ranks, seconds=2.0) as collective:
             collectives.append(collective)
 
             def commit(values: list[None]) -> None:
@@ -166,7 +166,7 @@ def test_a_commit_within_the_grace_is_told() -> None:
     """A commit ends after the deadline, but within the grace: nothing was cancelled, and all ranks get the answer."""
 
     def part(ranks: RankGroup) -> str:
-        with join(ranks, seconds=0.5) as collective:
+        with join(ranks, seconds=2.0) as collective:
 
             def commit(values: list[None]) -> str:
                 collective.begin_commit()

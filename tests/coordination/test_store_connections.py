@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -134,9 +135,9 @@ def ranks_of(relay: Relay) -> Iterator[tuple[RankGroup, RankGroup]]:
 
 def both(coordinator: RankGroup, other: RankGroup) -> list[Ended[tuple[int, int]]]:
     ended: list[Ended[tuple[int, int]]] = []
-    thread = threading.Thread(target=lambda: ended.append(Ended(lambda: together(other, silence_seconds=1.0))))
+    thread = threading.Thread(target=lambda: ended.append(Ended(lambda: together(other, silence_seconds=2.0))))
     thread.start()
-    first = Ended(lambda: together(coordinator, silence_seconds=1.0))
+    first = Ended(lambda: together(coordinator, silence_seconds=2.0))
     thread.join(60)
     return [first, *ended]
 
@@ -229,7 +230,7 @@ def test_a_rank_that_works_hears_that_its_store_is_silent(relay: Relay) -> None:
     """The thread of the operation only looks at its deadline, as one that reads does; the rank blames no other rank."""
 
     def part() -> None:
-        with join(other, silence_seconds=1.0) as collective:
+        with join(other, silence_seconds=2.0) as collective:
             collective.gather(None, len)
             relay.cut()
             upload(collective)
@@ -252,7 +253,7 @@ def test_a_rank_that_works_hears_that_its_store_is_silent(relay: Relay) -> None:
             f"127.0.0.1:{relay.port} for "
         ), error
         assert error.details["here"] == "SaveTimeoutError: The upload did not end by the deadline. key='shards/1'"
-        assert f"Rank 1 ({PROCESS}) has been silent for 3 s" in str(ended[0].error)
+        assert re.search(rf"Rank 1 \({re.escape(PROCESS)}\) has been silent for \d+ s;", str(ended[0].error))
 
 
 def test_the_first_operation_after_an_outage_succeeds(relay: Relay) -> None:
@@ -261,7 +262,7 @@ def test_the_first_operation_after_an_outage_succeeds(relay: Relay) -> None:
         relay.cut()
         heartbeat = other.heartbeat
         assert heartbeat is not None, "each of two ranks has one"
-        wait_until(lambda: heartbeat.contact_seconds() > 1.5)
+        wait_until(lambda: heartbeat.contact_seconds() > 3.0)
         relay.heal()
         other._member.close()  # its idle connection would be in the backoff for ever, and not for the outage only
         other._member._is_closed = False

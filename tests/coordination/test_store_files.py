@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dcp_remote.common import descriptors
 from dcp_remote.common.descriptors import find_store_shortage
 from dcp_remote.coordination import group
 from dcp_remote.manager.rank_checks import exchange_reports
+from tests.support.ports import reserved_port
 from tests.support.rank_pool import RankPool
 
 
@@ -70,14 +70,14 @@ def test_the_limit_is_that_of_torchrun_where_it_hosts_the_store(monkeypatch: pyt
 
 def test_doctor_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin as rank 0 of 300, where no other rank comes: the report that would be sent has the warning."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    variables = {"RANK": 0, "WORLD_SIZE": 300, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
     report: dict[str, list[dict[str, str]]] = {"checks": []}
-    with limit(1024), pytest.raises(Exception, match="not called"):
-        exchange_reports(report, arrival_seconds=1)
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        variables = {"RANK": 0, "WORLD_SIZE": 300, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        with limit(1024), pytest.raises(Exception, match="not called"):
+            exchange_reports(report, arrival_seconds=1)
     (check,) = report["checks"]
     assert (check["name"], check["state"]) == ("store connections", "warn")
     assert check["cure"].startswith("Raise its limit")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ import pytest
 
 import dcp_remote
 from dcp_remote.storage import LocalStore
+from tests.support.ports import reserved_port
 
 _PROGRAM = """
     import sys, threading, time
@@ -50,20 +50,20 @@ _PROGRAM = """
 
 def _run_ranks(program: str, folder: Path, *, codes: list[int]) -> tuple[list[str], list[str]]:
     """Run a program on two ranks; return what each wrote to standard output, and to standard error."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(len(codes))
-    ]
-    try:
-        told = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with reserved_port() as reserved:
+        port = reserved.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(port), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(len(codes))
+        ]
+        try:
+            told = [rank.communicate(timeout=100) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert [rank.returncode for rank in ranks] == codes, told
     return [out for out, _ in told], [err for _, err in told]
 

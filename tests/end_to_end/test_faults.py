@@ -56,7 +56,7 @@ def test_shards_that_never_go_through() -> None:
     before = shards_in(store)
     faulty = FaultyStore(store, [Fault(_puts("rank-00001"), "response", persistent=True)])
     with pytest.raises(SaveFailedError) as caught:
-        save(faulty, NEW, 3, timeout_seconds=0.6)
+        save(faulty, NEW, 3, timeout_seconds=2.0)
     details = caught.value.details
     assert details["rank"] == 1
     assert "rank-00001" in str(details["shard"])
@@ -107,7 +107,7 @@ def test_a_place_that_cannot_be_looked_at() -> None:
     before = shards_in(store)
     faulty = FaultyStore(store, [Fault(verb_is("get"), "request", persistent=True)])
     with pytest.raises(TransientStorageError) as caught:
-        save(faulty, NEW, 1, timeout_seconds=0.6)
+        save(faulty, NEW, 1, timeout_seconds=2.0)
     assert caught.value.details["key"] == MANIFEST_KEY
     assert isinstance(caught.value.details["attempts"], int)
     assert caught.value.details["attempts"] >= 2
@@ -127,7 +127,7 @@ def test_shards_that_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch, caplog: 
         ],
     )
     with pytest.raises(SaveFailedError, match="shard"):
-        save(faulty, NEW, 1, timeout_seconds=0.5)
+        save(faulty, NEW, 1, timeout_seconds=2.0)
     assert found(store) is None
     assert shards_in(store)
     assert any("stay as orphans" in record.getMessage() for record in caplog.records)
@@ -163,7 +163,7 @@ def test_a_stalled_shard_ends_by_the_deadline() -> None:
     store = MemoryStore()
     stalling = StallingStore(store)
     with pytest.raises(SaveTimeoutError) as caught:
-        save(stalling, NEW, 1, timeout_seconds=0.3)
+        save(stalling, NEW, 1, timeout_seconds=2.0)
     assert caught.value.details["rank"] == 0
     assert "rank-00000" in str(caught.value.details["shard"])
     assert isinstance(caught.value.details["unfinished"], int)

@@ -236,4 +236,4 @@ def test_a_rank_that_does_not_save_is_an_error_on_all(train: Callable[..., Ranks
         assert "boo" in report["failing"]["error"]
         assert report["late"]["save_seconds"] < 20
         assert report["failing"]["save_seconds"] < 20
-    assert " has not called the save of step 2 within 3 s" in ranks.reports[0]["late"]["error"]
+    assert re.search(r" has not called the save of step 2 within \d+ s", ranks.reports[0]["late"]["error"])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -30,6 +29,7 @@ from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.testing.servers import S3Server
+from tests.support.ports import reserved_port
 
 _PROGRAMS = ("ceph-mon", "ceph-osd", "monmaptool", "osdmaptool", "radosgw", "radosgw-admin", "setpriv")
 
@@ -157,7 +157,7 @@ def ceph_gateway() -> Iterator[CephGateway]:
         raise InvalidArgumentError("Ceph 16 is not installed.", missing=", ".join(missing) or None)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-remote-ceph-")))
-        mon_port, port = (stack.enter_context(_reserved_port()).getsockname()[1] for _ in range(2))
+        mon_port, port = (stack.enter_context(reserved_port()).getsockname()[1] for _ in range(2))
         cluster = _Cluster(folder, stack)
         fsid = str(uuid.uuid4())
         cluster.configuration.write_text(
@@ -254,14 +254,6 @@ def _environment() -> dict[str, str]:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
-
-
-def _reserved_port() -> socket.socket:
-    """Bind a port without listening: only a server that asks for this number gets it."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
 
 
 def _answers(port: int) -> bool:
