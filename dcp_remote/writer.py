@@ -85,6 +85,7 @@ def _delete_beside(threads: ThreadPoolExecutor, delete: Callable[[], None]) -> N
         threads.submit(delete)
     except RuntimeError:
         delete()
+    threads.shutdown(wait=False)  # the thread ends after this, also if the save fails
 
 
 @dataclass(frozen=True, slots=True)

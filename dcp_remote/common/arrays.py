@@ -23,7 +23,9 @@ def concat_arrays(arrays: Sequence[Integers]) -> I64:
     """Concatenate arrays of any integer type along their last axis; numpy would make floats of some."""
     starts = range(0, len(arrays), _JOINED_AT_ONCE)
     some = [np.concatenate(arrays[at : at + _JOINED_AT_ONCE], axis=-1, dtype=np.int64) for at in starts]
-    return np.concatenate(some, axis=-1) if some else np.zeros(0, dtype=np.int64)
+    if not some:
+        return np.zeros(0, dtype=np.int64)
+    return some[0] if len(some) == 1 else np.concatenate(some, axis=-1)
 
 
 def shrink_integers(values: I64) -> Integers:

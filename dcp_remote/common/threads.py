@@ -104,7 +104,7 @@ class Workers:
                 break
         with self._lock:
             threads = list(self._threads)
-        for _ in threads:
+        for _ in range(len(threads) + 1):  # also for one whose start was interrupted
             self._calls.put(None)
         if wait:
             for thread in threads:

@@ -132,7 +132,7 @@ def disable() -> None:
 # ---- saves and loads of an engine
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # settings may hold secrets
 class _Attachment:
     """Saves and loads of engines, as one call of `attach` or `enable` sets them.
 

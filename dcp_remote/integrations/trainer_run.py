@@ -87,7 +87,7 @@ class HeldRandomStates:
             RandomStates().load_state_dict(self._loaded)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # settings may hold secrets
 class RemoteRun:
     """Checkpoints of one trainer: saves and restores them, and holds what a restore has read.
 

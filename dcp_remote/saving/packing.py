@@ -132,11 +132,16 @@ def pack(
 
 def _cut(item: Item[S], room_bytes: int, shard_bytes_max: int, fill_bytes_min: int) -> list[tuple[int, int]]:
     """Return the first element of each piece of an item, and the one after its last."""
+    item_bytes, piece_bytes_max = ITEM_BYTES[item.dtype], shard_bytes_max
+    if item.keeps_bounds:  # cut into nearly equal pieces, or each smaller size of shards would leave a small rest
+        item_size = math.prod(item.sizes) * item_bytes
+        pieces = max(1, -(-item_size // shard_bytes_max))
+        piece_bytes_max = min(shard_bytes_max, -(-item_size // pieces) + fill_bytes_min)
     return cut_to_fill(
         item.sizes,
-        item_bytes=ITEM_BYTES[item.dtype],
+        item_bytes=item_bytes,
         room_bytes=0 if item.keeps_bounds or room_bytes < fill_bytes_min else room_bytes,
-        piece_bytes_max=shard_bytes_max,
+        piece_bytes_max=piece_bytes_max,
         row_bytes_max=fill_bytes_min,
     )
 

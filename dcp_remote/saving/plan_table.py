@@ -557,7 +557,7 @@ def _require_tiled(tensors: Tensors) -> None:
     comparisons = Comparisons()
     is_single = tensors.chunks == 1
     doubtful = find_doubtful(tensors, np.flatnonzero(is_single))
-    for number in [*np.flatnonzero(~is_single).tolist(), *doubtful.tolist()]:
+    for number in sorted([*np.flatnonzero(~is_single).tolist(), *doubtful.tolist()]):
         shape = tensors.shape_of(number)
         reason = why_not_tiled(shape, *tensors.boxes_of(number), comparisons)
         if reason is not None:

@@ -92,6 +92,17 @@ def test_defaults_hold_what_a_large_model_has() -> None:
     assert [len(shard) for shard in shards[16:]] == [ITEMS_PER_SHARD_MAX, ITEMS_PER_SHARD_MAX, 40_001 - 2 * 16_384]
 
 
+def test_an_item_that_keeps_its_bounds_is_cut_into_equal_pieces() -> None:
+    """Shards become a little smaller with each save: the pieces of the saves before are cut in halves, once."""
+    bounds = [(0, 64 * MiB)]
+    for shard_bytes in range(64 * MiB, 40 * MiB, -MiB):
+        items = [Item("m", "w", "uint8", (start,), (stop - start,), False, None, True) for start, stop in bounds]
+        cut = [piece for shard in pack(items, shard_bytes_max=shard_bytes) for piece in shard]
+        bounds = [(p.item.offsets[0] + p.start, p.item.offsets[0] + p.stop) for p in cut]
+    assert len(bounds) == 2
+    assert min(stop - start for start, stop in bounds) > 30 * MiB
+
+
 def transformer(size_bytes: int) -> Iterator[TopItem]:
     """Yield float32 tensors of a model and the two moments of its optimizer, of about this size."""
     width = 768

@@ -51,7 +51,8 @@ _ANSWERS_MIN = 10
 # Fraction of refused requests above which the store is overloaded.
 REFUSED_MAX = 0.1
 
-# Growth of a share per interval. That of a large job begins higher, and each overload lowers it to its square root.
+# Growth of a share per interval. That of a large job begins higher, as does that of a share which was reduced before a
+# time without requests; each overload lowers it to its square root.
 _GROWTH = 1.1
 _FIRST_GROWTH = 2.0
 
@@ -192,7 +193,7 @@ class Throttle:
     def _begin_anew(self, now_seconds: float) -> None:
         """Begin with the share of a process among all of a large job, at a random time."""
         self._ended_seconds = now_seconds
-        self._answered = self._refused = 0
+        self._answered = self._refused = self._answered_in_a_row = 0
         processes = self._processes_began = self._processes()
         if processes > PROCESSES_MAX:
             self.share = min(self.share, PROCESSES_MAX / processes)

@@ -138,6 +138,20 @@ def test_no_pause_follows_a_stray_refusal() -> None:
     assert not send(refused=False)
 
 
+def test_a_pause_follows_the_first_refusal_after_a_time_without_requests() -> None:
+    """A thousand ranks begin their next save together, each after many answers to the last one."""
+    clock = Clock()
+    one = Throttle(clock, uniform=lambda _low, high: high, processes=lambda: 1000)
+    for _ in range(60):
+        clock.seconds += 1
+        assert one.begin(0)
+        one.end(refused=False)
+    clock.seconds += 60
+    assert one.begin(0)
+    one.end(refused=True)
+    assert not one.begin(0)
+
+
 @pytest.mark.parametrize("processes", [64_000, 640_000])
 def test_less_than_a_request_is_a_pause(processes: int) -> None:
     """Begin as one of very many, at the latest of the random times: after a pause, and after another one."""
