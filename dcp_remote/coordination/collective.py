@@ -332,15 +332,17 @@ class Collective:
             outcome.raise_if_cancelled()
             keys, pauses, link = outcome.keys, self._member.polling_pauses(), self._member.link()
             series, key = keys.parts(self._round), keys.answer(self._round)
-            if link is None or not link.begin(series, series, key, data):
-                self._client = self._client or self._member.take_client()
-                self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
-                outcome.wait(next(pauses))  # the coordinator has not even looked yet
-                answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
-            else:
-                try:
+            try:
+                if link is not None and link.begin(series, series, key, data):
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses, (link, key))
-                finally:
+                else:
+                    if link is None:  # else nothing is free for another connection either
+                        self._client = self._client or self._member.take_client()
+                    self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
+                    outcome.wait(next(pauses))  # the coordinator has not even looked yet
+                    answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            finally:
+                if link is not None:
                     link.end(key)
             if answers is not None:
                 break

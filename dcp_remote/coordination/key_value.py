@@ -209,7 +209,7 @@ class Client:
             while self._store.check([_part_key(key, number)]) if size is None else number * _PART_BYTES_MAX < size:
                 self._store.delete_key(_part_key(key, number))
                 number += 1
-        self._on_answer()
+            self._on_answer()
 
     def delete_series(self, series: str) -> None:
         """Delete the keys of a series that were appended so far, and the counter."""
@@ -219,8 +219,11 @@ class Client:
 
     def _read_whole(self, key: str, head: bytes) -> bytes:
         count = int.from_bytes(head[:4], "little")
-        rest = [self._store.get(_part_key(key, number)) for number in range(1, count)]
-        return b"".join([head[4:], *rest])
+        parts = [head[4:]]
+        for number in range(1, count):
+            parts.append(self._store.get(_part_key(key, number)))
+            self._on_answer()
+        return b"".join(parts)
 
 
 class HelperClient:
@@ -291,8 +294,13 @@ def require_reachable(address: StoreAddress) -> None:
 
 
 def _sockets_to(address: StoreAddress) -> dict[int, int]:
-    """Return the file descriptors of this process's connections to the port of a store, by inode."""
+    """Return the file descriptors of this process's connections to the port of a store, by inode.
+
+    None where `socket.setdefaulttimeout` was called: Python would make sockets that torch uses non-blocking.
+    """
     found: dict[int, int] = {}
+    if socket.getdefaulttimeout() is not None:
+        return found
     with contextlib.suppress(FileNotFoundError):  # a system without this folder
         for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
             with contextlib.suppress(OSError):  # no socket, not connected, or closed meanwhile

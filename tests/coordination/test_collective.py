@@ -22,8 +22,10 @@ import torch.distributed as dist
 from dcp_remote.coordination import host_link, key_value
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
+from dcp_remote.coordination.host_link import HostLink
 from dcp_remote.coordination.key_value import _NEVER_STORED as NEVER_STORED
-from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.key_value import Client, HelperClient
+from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.errors import CommitConflictError, DcpRemoteError, FencedError, SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import WHAT, errors, expected, join, plain, rank_threads, together, upload, wait_until
@@ -170,6 +172,31 @@ def test_operations_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with rank_threads(8, beat_seconds=60.0) as them:
         assert [result.error for result in them.run(part)] == [None] * 8
         assert counts == {"add": 2, "set": 3, "check": 1, "multi_get": 2, "compare_set": 2, "delete_key": 4}
+
+
+def test_ranks_that_can_have_no_link_ask_over_the_connections_of_their_heartbeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No descriptor is free for the link of a rank, nor for another connection."""
+    taken: list[int] = []
+    take_client = GroupMember.take_client
+
+    def take_noted(member: GroupMember) -> HelperClient:
+        taken.append(member.rank)
+        return take_client(member)
+
+    monkeypatch.setattr(HostLink, "begin", lambda *_: False)
+    monkeypatch.setattr(GroupMember, "take_client", take_noted)
+    name = uuid.uuid4().hex
+
+    def part(ranks: RankGroup) -> object:
+        ranks._member._link_name = lambda: name
+        return together(ranks)
+
+    with rank_threads(4) as them:
+        for _ in range(2):
+            assert [result.value for result in them.run(part)] == expected(4)
+    assert set(taken) == {0}
 
 
 @pytest.mark.parametrize("size_bytes", [1, 40_000])

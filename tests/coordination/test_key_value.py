@@ -146,6 +146,24 @@ def test_a_closed_helper_ends_its_connection(tmp_path: Path) -> None:
     wait_until(lambda: len(key_value._sockets_to(address)) == before)
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="the sockets of a process cannot be listed")
+def test_a_default_timeout_of_the_program_leaves_connections_alone(tmp_path: Path) -> None:
+    """Python makes a socket that it opens non-blocking then, and torch's end of it as well, which is the same."""
+    store = tcp(tmp_path)
+    address = address_of(store)
+    assert address is not None
+    before = key_value._sockets_to(address)
+    socket.setdefaulttimeout(10)
+    try:
+        client = Client(store)
+    finally:
+        socket.setdefaulttimeout(None)
+    assert before
+    assert len(key_value._sockets_to(address)) == len(before) + 1
+    assert all(os.get_blocking(descriptor) for descriptor in key_value._sockets_to(address).values())
+    client.put("k", b"v")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO")
 def test_an_idle_connection_is_not_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The kernel sends packets over it, as it counts them, and no unanswered ten of them end it."""
