@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Generic, TypeVar
@@ -215,13 +216,15 @@ class HelperThread:
 
 
 def in_parallel(call: Callable[[S], T], values: Sequence[S], *, threads: int = CALLS_IN_FLIGHT) -> list[T]:
-    """Call a function with each value, some at a time; return the results in order, or raise the first error."""
+    """Call a function with each value, some at a time; return the results in order, or raise an error at once."""
     if len(values) <= 1:
         return [call(value) for value in values]
     workers = Workers(threads, "dcp_remote-run")
     try:
         futures = [submit_or_run(workers, partial(call, value)) for value in values]
-        return [future.result() for future in futures]
+        wait_for(futures, return_when=FIRST_EXCEPTION)
+        failed = [future for future in futures if future.done() and future.exception() is not None]
+        return [future.result() for future in failed or futures]
     finally:
         workers.shutdown(wait=False)
 

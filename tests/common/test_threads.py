@@ -51,3 +51,18 @@ def test_a_wait_that_is_interrupted_anywhere(*, is_set: bool) -> None:
         assert event.is_set()
         assert event.wait(0.01)
     assert interrupted >= 2
+
+
+def test_an_error_is_raised_while_earlier_calls_go_on() -> None:
+    """The second of four calls fails; the first ends long after that."""
+    has_raised = threading.Event()
+
+    def call(number: int) -> None:
+        if number == 1:
+            raise ValueError("boo")
+        has_raised.wait(30)
+
+    with pytest.raises(ValueError, match="boo"):
+        threads.in_parallel(call, range(4))
+    has_raised.set()
+    assert threads.in_parallel(lambda number: -number, range(9)) == [-number for number in range(9)]
