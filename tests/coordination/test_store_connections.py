@@ -183,7 +183,7 @@ def test_a_request_that_the_heartbeat_makes_is_made_again(relay: Relay) -> None:
 
 
 def test_errors_of_a_request_that_the_heartbeat_makes() -> None:
-    """What the request raises, and what the caller's look raises, leaves the heartbeat and the next request alone."""
+    """Errors of the request, and of the look of the caller, leave the heartbeat and the next request alone."""
     member = GroupMember(1, 3, time.monotonic)
     heartbeat = member.heartbeat = Heartbeat(dist.HashStore(), 1, beat_seconds=0.02)
     heartbeat.add_hook(member.make_requests)
