@@ -491,7 +491,7 @@ class Collective:
         if client is None and not self._member.may_link:
             client = self._member.take_client()
         try:
-            answer = (client or self._member).ask(request, outcome.raise_if_cancelled)
+            answer = (client or self._heartbeat).ask(request, outcome.raise_if_cancelled)
         except BaseException as error:
             if client is not None:
                 client.abandon()

@@ -92,7 +92,7 @@ class RankGroup:
         self._has_news = False  # of the last operation, for other ranks
         self._lock = threading.Lock()
         self._farewell_monitor: LivenessMonitor | None = None
-        self._hooks: list[Callable[[Client], None]] = [self._member.make_requests, self._check_collective]
+        self._hooks: list[Callable[[Client], None]] = [self._check_collective]
         self._looks: list[Callable[[], None]] = []
         self._store = store
         self._beat_seconds = heartbeat_interval_seconds(world_size) if beat_seconds is None else beat_seconds

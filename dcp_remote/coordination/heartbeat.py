@@ -28,18 +28,22 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.common.threads import WAKE_SECONDS, OneTimeEvent
 from dcp_remote.coordination.call_position import CallPosition, position_of
 from dcp_remote.coordination.host_link import HostLink, News
 from dcp_remote.coordination.key_value import Client, HelperClient, StoreAddress, address_of, require_reachable
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Often enough that all ranks know of a rank's failure within two or three seconds.
 HEARTBEAT_SECONDS = 1.0
@@ -279,7 +283,8 @@ class Heartbeat:
         self._found: dict[str, bytes] = {}
         self._hooks: list[Callable[[Client], None]] = []
         self._outbox: deque[Callable[[Client], object]] = deque()
-        self._wake = threading.Event()
+        self._requests: deque[Callable[[Client], None]] = deque()
+        self._wake, self._is_due = threading.Event(), False
         self._logged: str | None = None
         self.is_asked = False
         self._notices: dict[str, int] = {}
@@ -365,7 +370,31 @@ class Heartbeat:
 
     def wake(self) -> None:
         """Let the next heartbeat come at once; from any thread."""
+        self._is_due = True
         self._wake.set()
+
+    def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
+        """Make a request between two heartbeats, and return its answer; as `HelperClient.ask`, from any thread.
+
+        A request whose connection breaks is made again over the next.
+        """
+        answer: Future[T] = Future()
+        answered = OneTimeEvent()
+
+        def make_request(client: Client) -> None:
+            try:
+                answer.set_result(request(client))
+            except dist.DistNetworkError:
+                raise
+            except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
+                answer.set_exception(error)
+            answered.set()
+
+        self._requests.append(make_request)
+        self._wake.set()
+        while not answered.wait(WAKE_SECONDS):
+            look()
+        return answer.result()
 
     def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which is published with the next heartbeat."""
@@ -383,20 +412,20 @@ class Heartbeat:
         with self._status_lock:
             what = one_line(what)
             self._status = replace(self._status, operation=operation, what=what, is_inside=True, note=what)
-        self._wake.set()
+        self.wake()
 
     def renumber(self, operation: int) -> None:
         """Publish at once that the operation has another number than this rank had counted."""
         with self._status_lock:
             self._status = replace(self._status, operation=operation)
-        self._wake.set()
+        self.wake()
 
     def leave(self, note: str) -> None:
         """Publish at once that this rank has left the operation, and watch no rank."""
         self._monitor = None
         with self._status_lock:
             self._status = replace(self._status, is_inside=False, note=one_line(note))
-        self._wake.set()
+        self.wake()
 
     def last(self, rank: int) -> RankStatus | None:
         """Return the last status of a watched rank in this operation; None if there was no heartbeat."""
@@ -426,7 +455,7 @@ class Heartbeat:
         Never blocks, never raises. An action whose connection falls silent is done again over the next.
         """
         self._outbox.append(action)
-        self._wake.set()
+        self.wake()
 
     def add_hook(self, hook: Callable[[Client], None]) -> None:
         """Call a function after each heartbeat, once the watched ranks have been read; in the helper thread."""
@@ -450,7 +479,7 @@ class Heartbeat:
         """Publish a number to all ranks at once, in the coordinator's `RankStatus.notices`; from any thread."""
         if self._notices.get(name, 0) != number:
             self._notices = {**self._notices, name: number}
-            self._wake.set()
+            self.wake()
 
     def announced(self, name: str) -> int:
         """Return the number that the coordinator has announced last, as far as this rank knows; 0 if there is none."""
@@ -527,7 +556,7 @@ class Heartbeat:
         self._farewell_end = self._clock() + _FAREWELL_SHARE * patience_seconds
         self._close_end = self._clock() + patience_seconds
         self._is_closing = True
-        self._wake.set()
+        self.wake()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(patience_seconds)
         if says_goodbye or self._is_store_open.is_set():
@@ -553,11 +582,15 @@ class Heartbeat:
             self._helper.close()
 
     def _rest(self, seconds: float) -> None:
-        """Wait for some seconds or until something is to be done, and look around meanwhile."""
+        """Wait for some seconds or until a heartbeat is due; make requests and look around meanwhile."""
         end = time.monotonic() + seconds
-        while (left_seconds := end - time.monotonic()) > 0 and not self._wake.wait(min(left_seconds, _LOOK_SECONDS)):
-            self._look()
-        self._wake.clear()
+        while (left_seconds := end - time.monotonic()) > 0 and not self._is_due:
+            if self._requests:
+                self._ask(self._make_requests)
+            elif self._wake.wait(min(left_seconds, _LOOK_SECONDS)):
+                self._wake.clear()
+            else:
+                self._look()
 
     def _look(self) -> None:
         self._process_clock()
@@ -656,6 +689,7 @@ class Heartbeat:
         return client
 
     def _beat(self, client: Client) -> None:
+        self._is_due = False
         # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
         status, began_at = self._status, self._clock()
         self._empty_outbox(client)
@@ -680,7 +714,7 @@ class Heartbeat:
         elif self._news is not last_news:
             self.is_asked = self._read_news(self._news)
         if self.is_asked and not was_asked:
-            self._wake.set()  # the next heartbeat, which has the position, follows at once
+            self.wake()  # the next heartbeat, which has the position, follows at once
         self._answered_count, self._told, self._has_emptied = self._count, status, False
         for hook in self._hooks:
             self._call(hook, client)
@@ -753,6 +787,12 @@ class Heartbeat:
             self._call(action, client)
             if self._outbox[0] is action:
                 self._outbox.popleft()
+
+    def _make_requests(self, client: Client) -> None:
+        self._empty_outbox(client)
+        while self._requests:
+            self._requests[0](client)
+            self._requests.popleft()
 
     def _call(self, hook: Callable[[Client], object], client: Client) -> None:
         try:

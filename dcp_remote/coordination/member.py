@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
-from dcp_remote.common.threads import WAKE_SECONDS, OneTimeEvent
 from dcp_remote.coordination.heartbeat import POLLING_SECONDS, Heartbeat
 from dcp_remote.coordination.host_link import HostLink
 from dcp_remote.coordination.key_value import Client, HelperClient
-
-T = TypeVar("T")
 
 # Operations whose answers and verdicts are kept until all ranks meet again: a rank that is slow reads what it was sent,
 # and one that missed operations finds out how many.
 OPERATIONS_KEPT = 64
 
 # Longest pause between two looks for a key, and looks of all ranks together, of which the store does 6,800 a second for
-# one client (loopback): 2,000 leave it time for torch. The first looks come twice as fast.
+# one client (loopback): 2,000 leave it time for torch.
 POLLING_SECONDS_MAX = 0.25
 _LOOKS_PER_SECOND = 2000
 
@@ -73,7 +65,6 @@ class GroupMember:
         self._lock = threading.Lock()
         self._is_closed = False
         self._idle_clients: list[HelperClient] = []
-        self._requests: deque[Callable[[Client], None]] = deque()  # for the heartbeat
         self._leftovers: dict[str, int] = {}  # number of the operation, by key
         self._left_series: dict[str, int] = {}  # the same, by series
         self._answers: dict[str, int] = {}  # the same, by key
@@ -94,36 +85,6 @@ class GroupMember:
         if not is_kept:
             client.close()
 
-    def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
-        """Let the heartbeat make a request at once, over its connection, and return the answer; as `HelperClient.ask`.
-
-        A request whose connection breaks is made again over the next.
-        """
-        assert self.heartbeat is not None, "a single rank needs no store"
-        answer: Future[T] = Future()
-        answered = OneTimeEvent()
-
-        def make_request(client: Client) -> None:
-            try:
-                answer.set_result(request(client))
-            except dist.DistNetworkError:
-                raise
-            except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
-                answer.set_exception(error)
-            answered.set()
-
-        self._requests.append(make_request)
-        self.heartbeat.wake()
-        while not answered.wait(WAKE_SECONDS):
-            look()
-        return answer.result()
-
-    def make_requests(self, client: Client) -> None:
-        """Make the requests of `ask`; a hook of the heartbeat."""
-        while self._requests:
-            self._requests[0](client)
-            self._requests.popleft()
-
     def link(self) -> HostLink | None:
         """Return the link to the other ranks of this host, once there is a store; None where each rank is alone.
 
@@ -138,7 +99,7 @@ class GroupMember:
     def polling_pauses(self, ranks: int = 1) -> Iterator[float]:
         """Yield the pauses between two looks of a rank for a key, in seconds, where each looks for so many `ranks`."""
         seconds = self.world_size / ranks / _LOOKS_PER_SECOND
-        return RetryPolicy(max(POLLING_SECONDS, seconds / 2), max(POLLING_SECONDS_MAX, seconds)).growing_delays()
+        return RetryPolicy(max(POLLING_SECONDS, seconds), max(POLLING_SECONDS_MAX, seconds)).growing_delays()
 
     def note_left_keys(self, operation: int, keys: Iterable[str], series: Iterable[str] = ()) -> None:
         """Note keys and series that an operation has left in the store, and other ranks do not read; coordinator only.

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.key_value import Client
-from dcp_remote.coordination.member import GroupMember
 from dcp_remote.errors import SaveFailedError, SaveTimeoutError
 from tests.support.rank_threads import WHAT, Ended, expected, join, plain, together, upload, wait_until
 
@@ -164,9 +162,7 @@ def test_a_heartbeat_goes_on_over_another_connection(relay: Relay) -> None:
 
 def test_a_request_that_the_heartbeat_makes_is_made_again(relay: Relay) -> None:
     """Cut the network for a second after the request has begun, heal it: the answer comes over another connection."""
-    member = GroupMember(1, 3, time.monotonic)
-    heartbeat = member.heartbeat = Heartbeat(relay.connect(), 1, beat_seconds=0.02).start()
-    heartbeat.add_hook(member.make_requests)
+    heartbeat = Heartbeat(relay.connect(), 1, beat_seconds=0.02).start()
     connections: list[Client] = []
 
     def read(client: Client) -> bytes:
@@ -177,26 +173,28 @@ def test_a_request_that_the_heartbeat_makes_is_made_again(relay: Relay) -> None:
         return client.get("key")
 
     with closing(heartbeat):
-        member.ask(lambda client: client.put("key", b"value"), lambda: None)
-        assert member.ask(read, lambda: None) == b"value"
+        heartbeat.ask(lambda client: client.put("key", b"value"), lambda: None)
+        assert heartbeat.ask(read, lambda: None) == b"value"
         assert len(set(connections)) > 1
 
 
 def test_errors_of_a_request_that_the_heartbeat_makes() -> None:
-    """Errors of the request, and of the look of the caller, leave the heartbeat and the next request alone."""
-    member = GroupMember(1, 3, time.monotonic)
-    heartbeat = member.heartbeat = Heartbeat(dist.HashStore(), 1, beat_seconds=0.02)
-    heartbeat.add_hook(member.make_requests)
+    """Errors of the request, and of the look of the caller, leave the heartbeat and the next request alone.
+
+    No request takes a heartbeat, or waits for one.
+    """
+    heartbeat = Heartbeat(dist.HashStore(), 1, beat_seconds=60.0)
 
     def fail(_client: Client | None = None) -> None:
         raise ValueError("boo")
 
     with pytest.raises(ValueError, match="boo"):
-        member.ask(lambda client: client.put("key", b"value"), fail)
+        heartbeat.ask(lambda client: client.put("key", b"value"), fail)
     with closing(heartbeat.start()):
         with pytest.raises(ValueError, match="boo"):
-            member.ask(fail, lambda: None)
-        assert member.ask(lambda client: client.get("key"), lambda: None) == b"value"
+            heartbeat.ask(fail, lambda: None)
+        assert heartbeat.ask(lambda client: client.get("key"), lambda: None) == b"value"
+        assert heartbeat._count == 1
     assert heartbeat.gone is None
 
 
