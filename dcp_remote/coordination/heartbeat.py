@@ -35,7 +35,7 @@ from typing import Self, TypeVar
 
 import torch.distributed as dist
 
-from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.common.deadline import RetryPolicy, jitter
 from dcp_remote.common.threads import WAKE_SECONDS, OneTimeEvent
 from dcp_remote.coordination.call_position import CallPosition, position_of
 from dcp_remote.coordination.host_link import HostLink, News
@@ -72,8 +72,9 @@ _LINE_CHARACTERS_MAX = 160
 _LOOK_SECONDS = 0.5
 
 # Silence of a connection after which another is opened: after an outage TCP sends again only after a pause as long as
-# the outage, up to two minutes. Doubled with each connection that is silent as well, so that a host that is only
-# stopped gets few; after the last of them the thread waits for it alone.
+# the outage, up to two minutes. Up to a heartbeat of a rank alone is added, another for each rank, or all ranks of a
+# store that is slow would connect at once. Doubled with each connection that is silent as well, so that a host that is
+# only stopped gets few; after the last of them the thread waits for it alone.
 _SILENT_CONNECTION_SECONDS = 5.0
 _SILENT_CONNECTIONS_MAX = 6
 # Pause before the next try to reach a host to which there is no way now.
@@ -295,7 +296,7 @@ class Heartbeat:
         self._helper = HelperClient(self._connect_first)
         self._connection = object()  # identity of the connection in use; answers over another raise
         self._heard_at = 0.0  # last answer over that connection, or the moment at which the request began
-        self._silent_connections = 0
+        self._silent_connections, self._spread_seconds = 0, jitter(0.0, beat_seconds)
         self._trouble: Exception | None = None  # last failure to open another connection
         self._run_lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -631,7 +632,7 @@ class Heartbeat:
         may_leave = self._says_goodbye or self._store is not None
         if self._is_closing and may_leave and self._clock() >= self._close_end:
             raise _ClosedError
-        seconds = _SILENT_CONNECTION_SECONDS * 2**self._silent_connections
+        seconds = (_SILENT_CONNECTION_SECONDS + self._spread_seconds) * 2**self._silent_connections
         is_silent = self._process_clock() - self._heard_at >= seconds
         may_connect = self._answered_count > 0 and self._silent_connections < _SILENT_CONNECTIONS_MAX
         if is_silent and may_connect and self.address is not None:

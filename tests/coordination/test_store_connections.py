@@ -210,6 +210,14 @@ def test_a_host_that_is_stopped_gets_few_connections(relay: Relay, monkeypatch: 
         assert 2 <= len(relay._accepted) - count <= 2 * 6
 
 
+def test_ranks_of_a_store_that_is_silent_do_not_connect_at_once() -> None:
+    """Thousands of them would keep it silent: each rank has a moment of its own, within a heartbeat of a rank alone."""
+    seconds = {Heartbeat(dist.HashStore(), rank, beat_seconds=16.0)._spread_seconds for rank in range(64)}
+    assert len(seconds) == 64
+    assert min(seconds) < 4.0
+    assert 12.0 < max(seconds) <= 16.0
+
+
 def test_a_rank_that_was_cut_off_does_not_appear_in_another_job(relay: Relay) -> None:
     """While the network was cut, another job took the address of this one: the rank's store is gone."""
     heartbeat = Heartbeat(relay.connect(), 0, beat_seconds=0.02).start()
