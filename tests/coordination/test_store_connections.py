@@ -173,7 +173,7 @@ def test_a_request_that_the_heartbeat_makes_is_made_again(relay: Relay) -> None:
         return client.get("key")
 
     with closing(heartbeat):
-        heartbeat.ask(lambda client: client.put("key", b"value"), lambda: None)
+        heartbeat.ask(lambda client: client.put_first("key", b"value"), lambda: None)  # unlike `put` with an answer
         assert heartbeat.ask(read, lambda: None) == b"value"
         assert len(set(connections)) > 1
 
