@@ -585,7 +585,7 @@ class Heartbeat:
     def _rest(self, seconds: float) -> None:
         """Wait for some seconds or until a heartbeat is due; make requests and look around meanwhile."""
         end = time.monotonic() + seconds
-        while (left_seconds := end - time.monotonic()) > 0 and not self._is_due:
+        while (left_seconds := end - time.monotonic()) > 0 and not (self._is_due or self._is_closing):
             if self._requests:
                 self._ask(self._make_requests)
             elif self._wake.wait(min(left_seconds, _LOOK_SECONDS)):

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
@@ -196,6 +196,19 @@ def test_errors_of_a_request_that_the_heartbeat_makes() -> None:
         assert heartbeat.ask(lambda client: client.get("key"), lambda: None) == b"value"
         assert heartbeat._count == 1
     assert heartbeat.gone is None
+
+
+def test_a_heartbeat_that_is_closed_as_it_begins() -> None:
+    """The thread has seen that it may go on, and is closed before it does: it waits for no further heartbeat."""
+
+    class ClosedHeartbeat(Heartbeat):
+        def _ask(self, request: Callable[[Client], None]) -> None:
+            self.close(0.0)
+            super()._ask(request)
+
+    heartbeat = ClosedHeartbeat(dist.HashStore(), 0, beat_seconds=3600.0).start()
+    wait_until(lambda: not heartbeat._thread or not heartbeat._thread.is_alive())
+    assert heartbeat._answered_count == 1
 
 
 def test_a_host_that_is_stopped_gets_few_connections(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
