@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -20,7 +18,8 @@ from dcp_remote.loading.dcp_metadata import SourceMeta, held_boxes, plan_value
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
 from dcp_remote.loading.state_check import Comparison, StateCheck, compare_state
 from dcp_remote.loading.state_verdict import Verdict, judge
-from dcp_remote.serialization.state_dict import empty_places
+from dcp_remote.serialization.leaves import flatten_state, is_flattened, iterate_leaves, value_at
+from dcp_remote.serialization.state_dict import has_nested_shards
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +78,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         self._source = SourceMeta()
         self._comparison: Comparison | None = None
         self._empty_places: list[str] = []
+        self._keys: Mapping[str, tuple[Any, ...]] = {}  # of each value, as the state has them, by its name
 
     @property
     def comparison(self) -> Comparison:
@@ -104,18 +104,25 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         """
         if metadata is None:
             raise InvalidArgumentError("This planner needs the metadata of the checkpoint. Use it in dcp.load.")
-        before, _ = flatten_state_dict(state_dict)
-        places = {".".join(map(str, place)): place for place in empty_places(state_dict)}
-        self._empty_places = list(places)
+        flat = flatten_state(state_dict)
+        self._empty_places = [name.removesuffix(".{}") for name in flat.paths if name not in flat.values]
+        self._keys = {leaf.name: leaf.keys for leaf in iterate_leaves(state_dict, descends=is_flattened)}
+        # torch's function drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for one
+        # of an older torch.
+        self.flatten_sharded_tensors = has_nested_shards(flat.values.values())
+        self.flatten_state_dict = False
         try:
-            super().set_up_planner(state_dict, metadata, is_coordinator)
+            super().set_up_planner(dict(flat.values), metadata, is_coordinator)
         except ValueError as error:
-            raise _explain_meta(before, error) from error
-        on_meta = self._put_back(before)
-        for name, place in places.items():
-            # torch takes an empty dict in a list for the value None, which it does not save.
-            if self.mappings.get(name) == place:
-                del self.state_dict[name]
+            raise _explain_meta(flat.values, error) from error
+        self.flatten_state_dict, self.mappings, self.original_state_dict = True, flat.paths, state_dict
+        on_meta: set[str] = set()
+        for name, value in flat.values.items():
+            if not isinstance(value, torch.Tensor):
+                self.state_dict[name] = value  # torch makes None of each object of a type that it does not know
+            elif value.device.type == "meta":  # torch gives memory to such tensors, as it should
+                on_meta.add(name)
+                self.put(name, self.state_dict[name])
         meta = metadata.storage_meta
         if isinstance(meta, SourceMeta):
             meta.options = self._options
@@ -133,20 +140,10 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             on_meta=on_meta if self._options.given else (),
         )
 
-    def _put_back(self, before: dict[str, Any]) -> set[str]:
-        """Put back the values that torch has replaced in the state; return the names of tensors without values.
-
-        torch gives memory to tensors on the meta device, as it should. It also makes None of each object of a type that
-        it does not know, and a new tuple of each tuple: values that are kept, or kept after an error, would be lost.
-        `before` is the flat state that torch was given.
-        """
-        tensors = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
-        on_meta = {name for name, value in tensors.items() if value.device.type == "meta"}
-        for name, value in before.items():
-            if name not in on_meta and name in self.state_dict and self.state_dict[name] is not value:
-                self.state_dict[name] = value
-                set_element(self.original_state_dict, self.mappings[name], value)
-        return on_meta
+    def put(self, name: str, value: object) -> None:
+        """Put a value into the state, in the place of the value of this name."""
+        *keys, last = self._keys[name]
+        value_at(self.original_state_dict, keys)[last] = value
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank loads, with its `StateCheck` as `planner_data`; few objects are built for chunks."""

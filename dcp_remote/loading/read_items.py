@@ -20,6 +20,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.loading.engine import Target
 from dcp_remote.loading.overlapping_templates import assign_layers
+from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.loading.targets import make_object_target, make_tensor_target, require_writable, stored_layout
 from dcp_remote.serialization.files import Files, files_mismatch
 from dcp_remote.serialization.opaque import asks_for_files
@@ -99,6 +100,8 @@ def _make_planner_target(manifest: Manifest, planner: LoadPlanner, item: ReadIte
         if not inherits_methods(planner, DefaultLoadPlanner, ("load_bytes",)):
             planner.load_bytes(item, _pickle_stream(name, value))
         # As torch's `load_bytes` does, without a copy by pickle.
+        elif isinstance(planner, RemoteLoadPlanner):
+            planner.put(wanted, value)
         elif planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[wanted], value)
         else:

@@ -61,10 +61,8 @@ from dcp_remote.serialization.opaque import Opaque, is_stateful
 from dcp_remote.serialization.state_dict import (
     PER_RANK_KEY,
     PerRank,
-    TextKeys,
     apply_loaded,
     fit_groups,
-    has_nested_shards,
     make_template,
 )
 from dcp_remote.storage.counting import CountingStore
@@ -139,14 +137,12 @@ class _PlannedRestore:
 
     manifest: Manifest  # of one in segments, with the chunks of those that this rank needs
     template: dict[str, Any]
-    keys: TextKeys
     planner: RemoteLoadPlanner
     plan: LoadPlan
     renamed_parameters: Mapping[str, Mapping[str, str | None]]  # as `fit_groups` takes them
 
     def apply(self, state: MutableMapping[str, Any], rank: int, verdict: Verdict) -> None:
         """Put the loaded values into the state of the user."""
-        self.keys.apply_loaded()
         compared = self.planner.comparison
         fit_groups(state, self.template, compared.is_loaded, self.renamed_parameters)
         own = self.template.get(PER_RANK_KEY, {}).get(str(rank), {})
@@ -342,18 +338,14 @@ class RankRestore:
         saved = _saved_paths(manifest, renamed)
         keep = partial(options.keep, saved=set(renamed.values()))
         template = make_template(state, rank, saved, keep=keep, made=made)
-        keys = TextKeys(template)
         if self.ranks.is_coordinator:
             _warn_of_other_world_size(state, manifest, saved, self.ranks.world_size)
         planner = RemoteLoadPlanner(**vars(options))
-        # torch's flattening drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for
-        # one of an older torch.
-        planner.flatten_sharded_tensors = has_nested_shards(template)
         metadata = to_dcp_metadata(manifest)
         metadata.storage_meta = SourceMeta(
             checkpoint_id=self.store.url, step=entry.step, thinned=entry.thinned, rank=rank, renamed=renamed
         )
-        planner.set_up_planner(keys.template, metadata, self.ranks.is_coordinator)
+        planner.set_up_planner(template, metadata, self.ranks.is_coordinator)
         if manifest.segments is not None:
             needed = find_segments(manifest, planner.wanted_boxes())
             random.Random(rank).shuffle(needed)  # ranks that share segments begin with different ones
@@ -368,7 +360,7 @@ class RankRestore:
                 tensor=uncovered,
             )
         self._require_no_lost_values(find_lost_values(manifest, plan, planner.lookup_tensor), entry.step)
-        return _PlannedRestore(manifest, template, keys, planner, plan, options.renamed_parameters(names, links))
+        return _PlannedRestore(manifest, template, planner, plan, options.renamed_parameters(names, links))
 
     def _agree(
         self, planner: RemoteLoadPlanner, announcement: Announcement | None, step: int

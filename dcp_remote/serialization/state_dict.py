@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -29,7 +29,6 @@ from dcp_remote.serialization.leaves import (
     Path,
     flatten_state,
     is_container,
-    is_flattened,
     iterate_leaves,
     name_of,
     nesting_error,
@@ -476,55 +475,7 @@ def holds_stateful(value: object) -> bool:
     return is_container(value) and any(is_stateful(leaf.value) for leaf in iterate_leaves(value))
 
 
-class TextKeys:
-    """Copy of a template in which all keys are text, for torch to load into.
-
-    Only containers are copied, not tensors; nothing is copied if all keys are strings.
-    """
-
-    def __init__(self, template: dict[str, Any]) -> None:
-        """Copy the containers below which a key is not a string."""
-        self.template, self._original = _with_text_keys(template), template
-
-    def apply_loaded(self) -> None:
-        """Move what was loaded from the copies into the original containers, under the original keys."""
-        _put_back(self._original, self.template)
-
-
-def _with_text_keys(value: Any) -> Any:
-    if type(value) in ATOMS or isinstance(value, torch.Tensor) or not is_flattened(value):
-        return value
-    if isinstance(value, list):
-        items = [*map(_with_text_keys, value)]
-        return items if any(map(operator.is_not, items, value)) else value
-    copied = {str(key): _with_text_keys(inner) for key, inner in value.items()}
-    is_text = {str}.issuperset(map(type, value))
-    return value if is_text and not any(map(operator.is_not, copied.values(), value.values())) else copied
-
-
-def _put_back(original: Any, copied: Any) -> None:
-    """Put what was loaded into a copy of a container into the original."""
-    if original is copied:
-        return
-    is_list = isinstance(original, list)
-    for key, held in [*enumerate(original)] if is_list else [*original.items()]:
-        loaded = copied[key if is_list else str(key)]
-        if type(held) not in ATOMS and not isinstance(held, torch.Tensor) and is_flattened(held):
-            _put_back(held, loaded)
-        elif loaded is not held:
-            original[key] = loaded
-
-
-def empty_places(state: Mapping[Any, object]) -> list[Path]:
-    """Return the paths of empty mappings, the last one first; torch's planner has no entry for them."""
-    return [leaf.path for leaf in iterate_leaves(state) if leaf.path and isinstance(leaf.value, Mapping)][::-1]
-
-
-def has_nested_shards(state: Mapping[str, Any]) -> bool:
-    """Return whether a state has a ShardedTensor of ShardedTensors, as of the older FSDP over tensor parallelism."""
-    return any(
-        isinstance(shard.tensor, ShardedTensor)
-        for leaf in iterate_leaves(state)
-        if isinstance(leaf.value, ShardedTensor)
-        for shard in leaf.value.local_shards()
-    )
+def has_nested_shards(values: Iterable[Any]) -> bool:
+    """Return whether a value is a ShardedTensor of ShardedTensors, as of the older FSDP over tensor parallelism."""
+    sharded = (value for value in values if isinstance(value, ShardedTensor))
+    return any(isinstance(shard.tensor, ShardedTensor) for value in sharded for shard in value.local_shards())

@@ -12,15 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dcp_remote import CheckpointManager, Retention, load
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
-from dcp_remote.format.empty_dicts import Path, drop_conflicting, empty_dicts, to_flatten_items
+from dcp_remote.format.empty_dicts import Path, drop_conflicting, empty_dicts
 from dcp_remote.format.manifest_validation import check
 from dcp_remote.saving.plan_cache import RunPlanner, propose, to_table
 from dcp_remote.saving.plan_table import arrange
-from dcp_remote.serialization.state_dict import empty_places
+from dcp_remote.serialization.leaves import flatten_state
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.manifests import build
@@ -128,9 +127,9 @@ def merged(states: Sequence[State]) -> tuple[dict[str, Path], set[str]]:
     flatten: dict[str, Path] = {}
     entries: set[str] = set()
     for state in states:
-        flat, mapping = flatten_state_dict(state)
-        entries.update(flat)
-        for name, path in (to_flatten_items(empty_places(state)) | mapping).items():
+        flat = flatten_state(state)
+        entries.update(flat.values)
+        for name, path in flat.paths.items():
             flatten.setdefault(name, path)
     return flatten, entries
 

@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_remote.errors import InvalidArgumentError
+from dcp_remote.loading.planner import RemoteLoadPlanner
 from dcp_remote.saving.staging import Stager
 from dcp_remote.serialization.leaves import flatten_state, is_flattened, iterate_leaves, value_at
-from dcp_remote.serialization.state_dict import TextKeys, build_saved_state, empty_places
+from dcp_remote.serialization.state_dict import build_saved_state
 
 KEYS = st.text("ab.1", min_size=1, max_size=3) | st.integers(0, 1)
 VALUES = st.just(None) | st.integers() | st.builds(lambda: torch.zeros(1)) | st.tuples(st.integers(), st.text())
@@ -56,7 +58,7 @@ def test_leaves_are_the_entries_of_torch(state: dict[str, Any]) -> None:
     """Flatten as torch's planner does: equal names, paths and values in equal order, and the empty dicts besides."""
     refused = has_equal_names(state)
     try:
-        flatten_state(state)
+        flat = flatten_state(state)
     except InvalidArgumentError:
         assert refused
         return
@@ -68,7 +70,7 @@ def test_leaves_are_the_entries_of_torch(state: dict[str, Any]) -> None:
     assert [leaf.path for leaf in entries] == list(paths.values())
     assert all(leaf.value is value for leaf, value in zip(entries, values.values(), strict=True))
     empty = [leaf.path for leaf in leaves if leaf.path and isinstance(leaf.value, dict)]
-    assert empty == empty_places(state)[::-1]
+    assert empty == [path for name, path in flat.paths.items() if name not in flat.values][::-1]
 
 
 @given(state=STATES)
@@ -87,18 +89,17 @@ def test_all_leaves(state: dict[str, Any]) -> None:
 
 @given(state=STATES)
 def test_keys_of_other_types_come_back(state: dict[str, Any]) -> None:
-    """Load into a template with keys of text: all entries get their values, in the containers of the state."""
+    """Put loaded values by their names, which are text: all entries get theirs, in the containers of the state."""
     if has_equal_names(state):
         return
     containers = [(keys, value) for keys, value in every(state) if isinstance(value, dict)]
     leaves = list(iterate_leaves(state, descends=is_flattened))
-    text_keys = TextKeys(state)
-    loaded = list(iterate_leaves(text_keys.template, descends=is_flattened))
-    assert [leaf.keys for leaf in loaded] == [leaf.path for leaf in loaded] == [leaf.path for leaf in leaves]
+    planner = RemoteLoadPlanner()
+    planner.set_up_planner(state, Metadata({}))
     values = [(number, leaf) for number, leaf in enumerate(leaves) if not isinstance(leaf.value, dict)]
+    assert list(planner.state_dict) == [leaf.name for _, leaf in values]
     for number, leaf in values:
-        value_at(text_keys.template, leaf.path[:-1])[leaf.path[-1]] = ("loaded", number)
-    text_keys.apply_loaded()
+        planner.put(leaf.name, ("loaded", number))
     assert all(value_at(state, leaf.keys) == ("loaded", number) for number, leaf in values)
     assert all(value_at(state, keys) is value for keys, value in containers)
 
