@@ -18,9 +18,9 @@ from typing import NamedTuple, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dcp_remote.common.arrays import I64, concat_ranges, group_offsets, sorted_unique
+from dcp_remote.common.arrays import I64, sorted_unique
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
-from dcp_remote.format.manifest import Manifest, Pieces, Shards, StoredObject, TensorKind, Tensors
+from dcp_remote.format.manifest import Manifest, Pieces, Shards, StoredObject, Tensors
 from dcp_remote.saving.rank_report import RankReport
 
 # Of a shard with a smaller unchanged share, nothing is reused: one frozen bias among trained tensors would keep 64 MiB
@@ -145,34 +145,15 @@ class Baseline:
         `left_out` has the keys of shards that the committed manifest does not name (`find_orphaned_shards`), because
         another rank wrote the same chunks: these shards are orphans, which must not be reused.
         """
-        notes = report.notes
-        kinds: dict[tuple[str, str], int] = {}
-        kind = [kinds.setdefault(pair, len(kinds)) for pair in zip(report.dtypes, report.encodings, strict=True)]
-        # A plan may list the chunks of a tensor apart from each other; `Tensors` has them together.
-        order = np.argsort(report.chunk_name, kind="stable")
-        chunks = np.bincount(report.chunk_name, minlength=len(report.names)).astype(np.int64)
-        dimensions = report.chunk_dimensions[order]
-        values = concat_ranges(group_offsets(report.chunk_dimensions)[:-1][order], dimensions)
-        tensors = Tensors(
-            names=report.names,
-            kinds=tuple(TensorKind(*pair) for pair in kinds),
-            kind=np.array(kind, dtype=np.int64),
-            dimensions=dimensions[group_offsets(chunks)[:-1]],
-            shape=np.zeros(0, dtype=np.int64),  # not known here, and not compared
-            chunks=chunks,
-            chunk_offsets=report.chunk_offsets[values],
-            chunk_sizes=notes.chunk_sizes[values],
-            chunk_pieces=report.chunk_pieces[order],
-        )
         return cls(
             shards=report.shards,
             pieces=report.pieces,
-            tensors=tensors,
+            tensors=report.tensors,
             objects={item.name: item for item in report.stored},
-            chunk_piece_first=report.chunk_piece_first[order],
-            live_bytes=notes.live_bytes,
+            chunk_piece_first=report.chunk_piece_first,
+            live_bytes=report.live_bytes,
             is_named=np.array([key not in left_out for key in report.shards.keys], dtype=bool),
-            first_blocks=notes.first_blocks,
+            first_blocks=report.first_blocks,
         )
 
     def chunk(

@@ -19,7 +19,7 @@ import zstandard
 
 from dcp_remote.common.arrays import I64, concat_arrays, group_offsets
 from dcp_remote.common.digests import digest
-from dcp_remote.format.manifest import Pieces, Shards, StoredObject
+from dcp_remote.format.manifest import Pieces, Shards, StoredObject, Tensors
 
 # Higher levels gain little on names of layers and on columns of constant steps.
 _ZSTD_LEVEL = 3
@@ -50,15 +50,6 @@ class UploadStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
-    """Additions to a rank's report for its own next save, which the coordinator does not receive."""
-
-    chunk_sizes: I64  # sizes of all chunks, one after another
-    first_blocks: bytes  # digest of the first block of each piece, 16 bytes each
-    live_bytes: I64  # bytes of each shard in pieces that have not changed since (see `dedup.Baseline`)
-
-
-@dataclass(frozen=True, slots=True)
 class RankReport:
     """Report of one rank on what it wrote."""
 
@@ -66,19 +57,15 @@ class RankReport:
     url: str  # URL to which the shards' keys are relative; must equal the coordinator's
     shards: Shards  # shards that the rank put, then those of earlier saves of which it reuses pieces
     put: int  # number of shards that the rank put. If the save fails, only these are orphans
-    names: tuple[str, ...]  # names of the tensors of which the rank wrote chunks
-    dtypes: tuple[str, ...]  # dtype of each tensor, as written
-    encodings: tuple[str, ...]  # encoding of each tensor
-    chunk_name: I64  # index into `names` of each chunk
+    tensors: Tensors  # tensors and chunks that the rank wrote, in kinds with dtype and encoding alone
     chunk_hint: I64  # position of each chunk among the chunks of its tensor, according to the plan; -1 if unknown
-    chunk_dimensions: I64  # number of dimensions of each chunk
-    chunk_offsets: I64  # offsets of all chunks, one after another
     chunk_piece_first: I64  # index of the first piece of each chunk
-    chunk_pieces: I64  # number of pieces of each chunk
     pieces: Pieces  # pieces of chunks and objects, in the order in which they were written
     inline: Mapping[str, bytes]  # JSON text of each small object, by name
     stored: tuple[StoredObject, ...]  # objects in shards, with indices into `pieces`
-    notes: Notes
+    # For the rank's own next save; the coordinator does not receive them.
+    first_blocks: bytes  # digest of the first block of each piece, 16 bytes each
+    live_bytes: I64  # bytes of each shard in pieces that have not changed since (see `dedup.Baseline`)
     meshes: tuple[str, ...] = ()  # meshes of the state's DTensors, described; of rank 0 alone
     figures: UploadStats = UploadStats()
 
@@ -94,12 +81,15 @@ class RankReport:
 
     def to_sent(self) -> SentReport:
         """Return the report as the coordinator receives it."""
-        shards, pieces = self.shards, self.pieces
+        shards, tensors, pieces = self.shards, self.tensors, self.pieces
+        kinds = [tensors.kinds[kind] for kind in tensors.kind.tolist()]
+        names = [(name, kind.dtype, kind.encoding) for name, kind in zip(tensors.names, kinds, strict=True)]
+        owner = np.repeat(np.arange(len(kinds)), tensors.chunks)
         tables = (
             (shards.sizes, shards.data_starts, shards.table_lengths),
-            (self.chunk_name, self.chunk_hint, self.chunk_dimensions, self.chunk_piece_first, self.chunk_pieces),
+            (owner, self.chunk_hint, tensors.dimensions[owner], self.chunk_piece_first, tensors.chunk_pieces),
             (pieces.shard, pieces.start, pieces.length, pieces.table),
-            (self.chunk_offsets,),
+            (tensors.chunk_offsets,),
         )
         # Differences are mostly constant, which zstd compresses to almost nothing.
         differences = [np.diff(column, prepend=0) for table in tables for column in table]
@@ -110,7 +100,7 @@ class RankReport:
             url=self.url,
             keys=shards.keys,
             put=self.put,
-            tensors=compress(msgspec.msgpack.encode([*zip(self.names, self.dtypes, self.encodings, strict=True)])),
+            tensors=compress(msgspec.msgpack.encode(names)),
             numbers=compress(numbers.tobytes()),
             stored=self.stored,
             table_digests=shards.table_digests,
@@ -159,9 +149,9 @@ class JoinedNumbers:
     """Numbers of the reports of all ranks: in each table a row for each column, one rank after another."""
 
     shards: I64  # sizes, data_starts, table_lengths
-    chunks: I64  # chunk_name, chunk_hint, chunk_dimensions, chunk_piece_first, chunk_pieces of `RankReport`
+    chunks: I64  # index of the tensor, hint, number of dimensions, index of the first piece, number of pieces
     pieces: I64  # shard, start, length, table
-    offsets: I64  # chunk_offsets
+    offsets: I64  # offsets of the chunks, one after another
     # Index of the first entry of each rank, then the number of all.
     shard_first: I64
     chunk_first: I64

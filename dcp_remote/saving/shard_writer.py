@@ -6,12 +6,12 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TypeGuard
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -20,14 +20,14 @@ from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
-from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject
+from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject, TensorKind, Tensors
 from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
 from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
 from dcp_remote.saving.device_copy import uses_pinned_memory
 from dcp_remote.saving.packing import limit_pinned, pack, spread
 from dcp_remote.saving.plan_cache import chunk_bytes
-from dcp_remote.saving.rank_report import Notes, RankReport, UploadStats, WrittenShard
+from dcp_remote.saving.rank_report import RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
 from dcp_remote.saving.uploads import Uploads
 from dcp_remote.saving.write_items import Drawn, WriteItems, wait_for_sources
@@ -224,37 +224,45 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
     """Wait for the uploads, and describe all entries, those that were sent and those that are reused."""
     written = uploads.finish()
     put, merged = len(written), _merge_pieces(drawn, reuse, written)
-    tensors: dict[str, tuple[int, str, str]] = {}  # number, dtype and encoding by name
-    chunks: list[int] = []  # indices of the entries that are chunks
-    boxes: list[ChunkStorageMetadata] = []
-    indices: list[MetadataIndex] = []
+    kinds: dict[TensorKind, int] = {}
+    kind, dimensions = list[int](), list[int]()  # of each tensor
+    # Indices of the entries that are chunks, by tensor: a plan may list the chunks of a tensor apart from each other.
+    chunks: dict[str, list[int]] = {}
     stored: list[StoredObject] = []
     for number, (write_item, encoding) in enumerate(drawn.entries):
-        index, data = write_item.index, write_item.tensor_data
+        name, data = write_item.index.fqn, write_item.tensor_data
         if data is None:
             first, count = int(merged.entry_first[number]), int(merged.entry_pieces[number])
-            stored.append(StoredObject(index.fqn, encoding, first, count))
+            stored.append(StoredObject(name, encoding, first, count))
             continue
-        tensors.setdefault(index.fqn, (len(tensors), dtype_name(data.properties.dtype), encoding))
-        chunks.append(number)
-        boxes.append(data.chunk)
-        indices.append(index)
-    hints = [-1 if index.index is None else index.index for index in indices]
+        if name not in chunks:
+            of_tensor = TensorKind(dtype_name(data.properties.dtype), encoding)
+            kind.append(kinds.setdefault(of_tensor, len(kinds)))
+            dimensions.append(len(data.chunk.offsets))
+        chunks.setdefault(name, []).append(number)
+    entries = [*chain.from_iterable(chunks.values())]
+    items = [drawn.entries[number][0] for number in entries]
+    boxes = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
+    hints = [-1 if item.index.index is None else item.index.index for item in items]
     slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
     return RankReport(
         rank=uploads.rank,
         url=uploads.url,
         shards=merged.shards,
         put=put,
-        names=tuple(tensors),
-        dtypes=tuple(dtype for _, dtype, _ in tensors.values()),
-        encodings=tuple(encoding for _, _, encoding in tensors.values()),
-        chunk_name=np.array([tensors[index.fqn][0] for index in indices], dtype=np.int64),
+        tensors=Tensors(
+            names=tuple(chunks),
+            kinds=tuple(kinds),
+            kind=np.array(kind, dtype=np.int64),
+            dimensions=np.array(dimensions, dtype=np.int64),
+            shape=np.zeros(0, dtype=np.int64),  # not needed
+            chunks=np.array([len(own) for own in chunks.values()], dtype=np.int64),
+            chunk_offsets=concat_integers(box.offsets for box in boxes),
+            chunk_sizes=concat_integers(box.sizes for box in boxes),
+            chunk_pieces=merged.entry_pieces[entries],
+        ),
         chunk_hint=np.array(hints, dtype=np.int64),
-        chunk_dimensions=concat_integers([len(box.offsets)] for box in boxes),
-        chunk_offsets=concat_integers(box.offsets for box in boxes),
-        chunk_piece_first=merged.entry_first[chunks],
-        chunk_pieces=merged.entry_pieces[chunks],
+        chunk_piece_first=merged.entry_first[entries],
         pieces=merged.pieces,
         inline=inline,
         stored=tuple(stored),
@@ -265,9 +273,6 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
             slowest_shard=slowest,
             slowest_seconds=uploads.seconds.get(slowest, 0.0),
         ),
-        notes=Notes(
-            chunk_sizes=concat_integers(box.sizes for box in boxes),
-            first_blocks=merged.first_blocks,
-            live_bytes=merged.live_bytes,
-        ),
+        first_blocks=merged.first_blocks,
+        live_bytes=merged.live_bytes,
     )

@@ -20,7 +20,7 @@ from dcp_remote import RemoteReader, RemoteWriter, load, writer
 from dcp_remote.common.arrays import Buffer, shrink_integers
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from dcp_remote.format import manifest_json, segments
-from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
+from dcp_remote.format.manifest import MANIFEST_KEY, Manifest, TensorKind
 from dcp_remote.format.segments import decode_segment, join, place_of
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
@@ -110,16 +110,17 @@ def test_pieces_are_those_of_their_chunks() -> None:
 
 def without(report: RankReport, name: str) -> RankReport:
     """Remove a tensor from the report of a rank; the shards stay."""
-    keep = np.array([report.names[n] != name for n in report.chunk_name], dtype=bool)
-    kept_values = np.repeat(keep, report.chunk_dimensions)
+    tensors = report.tensors
+    kept = np.array([own != name for own in tensors.names], dtype=bool)
+    keep = np.repeat(kept, tensors.chunks)
+    left = replace(
+        tensors,
+        chunks=tensors.chunks * kept,
+        chunk_offsets=tensors.chunk_offsets[np.repeat(kept, tensors.chunks * tensors.dimensions)],
+        chunk_pieces=tensors.chunk_pieces[keep],
+    )
     return replace(
-        report,
-        chunk_name=report.chunk_name[keep],
-        chunk_hint=report.chunk_hint[keep],
-        chunk_dimensions=report.chunk_dimensions[keep],
-        chunk_offsets=report.chunk_offsets[kept_values],
-        chunk_piece_first=report.chunk_piece_first[keep],
-        chunk_pieces=report.chunk_pieces[keep],
+        report, tensors=left, chunk_hint=report.chunk_hint[keep], chunk_piece_first=report.chunk_piece_first[keep]
     )
 
 
@@ -151,10 +152,10 @@ def test_another_dtype_than_planned() -> None:
     """A rank that wrote another dtype is named; torch does not compare dtypes."""
     good = three_ranks()
     reports = list(good.reports)
-    dtypes = tuple(
-        "float64" if name == "w" else dtype for name, dtype in zip(reports[1].names, reports[1].dtypes, strict=True)
-    )
-    reports[1] = replace(reports[1], dtypes=dtypes)
+    tensors = reports[1].tensors
+    kind = np.array([int(name == "w") for name in tensors.names], dtype=np.int64)
+    kinds = (TensorKind("float32"), TensorKind("float64"))
+    reports[1] = replace(reports[1], tensors=replace(tensors, kinds=kinds, kind=kind))
     with pytest.raises(SaveFailedError) as caught:
         replace(good, reports=reports).manifest()
     assert caught.value.details == {"tensor": "w", "rank": 1, "written": "float64", "planned": "float32"}
@@ -168,7 +169,8 @@ def test_a_tensor_and_a_chunk_that_were_not_planned() -> None:
         replace(good, metadata=replace(good.metadata, state_dict_metadata=entries)).manifest()
     assert caught.value.details["tensor"] == "w"
     reports = list(good.reports)
-    reports[2] = replace(reports[2], chunk_offsets=reports[2].chunk_offsets + 1)
+    tensors = reports[2].tensors
+    reports[2] = replace(reports[2], tensors=replace(tensors, chunk_offsets=tensors.chunk_offsets + 1))
     with pytest.raises(SaveFailedError, match="is in no plan") as caught:
         replace(good, reports=reports).manifest()
     assert caught.value.details["rank"] == 2
@@ -187,7 +189,7 @@ def test_hints_are_not_trusted(hint: int) -> None:
 def test_the_first_rank_that_wrote_a_chunk_counts() -> None:
     """If two ranks wrote a replicated tensor that was planned once, the first report counts."""
     good = three_ranks()
-    by_rank = [report for report in good.reports if "r" in report.names]
+    by_rank = [report for report in good.reports if "r" in report.tensors.names]
     assert len(by_rank) == 1  # torch's planner leaves it on one
     twin = replace(by_rank[0], rank=7)
     twin = replace(

@@ -27,12 +27,12 @@ import numpy as np
 from dcp_remote.common.arrays import I64, shrink_integers
 from dcp_remote.common.digests import DIGEST_BYTES, table_entries
 from dcp_remote.common.gil import short_switch_interval
-from dcp_remote.format.manifest import Pieces, Shards, TensorKind
+from dcp_remote.format.manifest import Pieces, Shards, TensorKind, Tensors
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.reports import RankFigures, Seconds, SlowShard, combine
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.plan_table import REPLICA, VALUE, PlanTable, arrange, pack_names
-from dcp_remote.saving.rank_report import Notes, RankReport, SentReport
+from dcp_remote.saving.rank_report import RankReport, SentReport
 
 URL = "s3://bucket/run"
 _TENSOR_PARALLEL = 8
@@ -112,15 +112,19 @@ class Layout:
                 table_digests=random.bytes(_SHARDS * DIGEST_BYTES),
             ),
             put=_SHARDS,
-            names=self.names(stage),
-            dtypes=("float32",) * count,
-            encodings=("raw",) * count,
-            chunk_name=np.arange(count, dtype=np.int64),
+            tensors=Tensors(
+                names=self.names(stage),
+                kinds=(TensorKind("float32"),),
+                kind=np.zeros(count, dtype=np.int64),
+                dimensions=np.full(count, 2, dtype=np.int64),
+                shape=np.zeros(0, dtype=np.int64),
+                chunks=np.ones(count, dtype=np.int64),
+                chunk_offsets=np.tile(np.array(self.offsets(hint), dtype=np.int64), count),
+                chunk_sizes=np.zeros(0, dtype=np.int64),
+                chunk_pieces=np.ones(count, dtype=np.int64),
+            ),
             chunk_hint=np.full(count, hint, dtype=np.int64),
-            chunk_dimensions=np.full(count, 2, dtype=np.int64),
-            chunk_offsets=np.tile(np.array(self.offsets(hint), dtype=np.int64), count),
             chunk_piece_first=np.arange(count, dtype=np.int64),
-            chunk_pieces=np.ones(count, dtype=np.int64),
             pieces=Pieces(
                 shard=shard,
                 start=data_starts[shard] + within * length,
@@ -130,7 +134,8 @@ class Layout:
             ),
             inline={"step": b"%d" % save} if rank == 0 else {},
             stored=(),
-            notes=Notes(np.zeros(0, dtype=np.int64), b"", np.zeros(0, dtype=np.int64)),
+            first_blocks=b"",
+            live_bytes=np.zeros(0, dtype=np.int64),
         ).to_sent()
 
 
