@@ -77,25 +77,22 @@ class SavedCheckpoint:
         number = self.manifest.tensors.index.get(name)
         return number is not None and self.manifest.tensors.kind_of(number).encoding == RAW
 
-    def read(self, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Read boxes of plain tensors into tensors, which may have another dtype.
+    def read(self, parts: Sequence[tuple[str, Box, torch.dtype]]) -> list[torch.Tensor]:
+        """Return the values of boxes of plain tensors, as tensors of these dtypes.
 
         Costs one GET per range of 8 MiB, and one per shard of which a piece is read in part.
         """
-        parts = list(parts)
-        targets = [
-            make_box_targets(self.manifest, self.manifest.tensors.index[name], box, into) for name, box, into in parts
-        ]
-        self._read([*chain(*targets)])
-        for name, _, into in parts:
-            is_converted = into.dtype in _NARROW and into.dtype != self.dtype(name)
-            if is_converted and any(part.isinf().any() for part in into.reshape(-1).split(MiB)):
-                self._overflowed[name] = into.dtype
-
-    def read_new(self, parts: Sequence[tuple[str, Box, torch.dtype]]) -> list[torch.Tensor]:
-        """Return the values of boxes of plain tensors, as tensors of these dtypes; costs as of `read`."""
         tensors = [empty_tensor(dtype, box.sizes) for _, box, dtype in parts]
-        self.read((name, box, tensor) for (name, box, _), tensor in zip(parts, tensors, strict=True))
+        index = self.manifest.tensors.index
+        targets = (
+            make_box_targets(self.manifest, index[name], box, into)
+            for (name, box, _), into in zip(parts, tensors, strict=True)
+        )
+        self._read([*chain(*targets)])
+        for (name, _, dtype), into in zip(parts, tensors, strict=True):
+            is_converted = dtype in _NARROW and dtype != self.dtype(name)
+            if is_converted and any(part.isinf().any() for part in into.reshape(-1).split(MiB)):
+                self._overflowed[name] = dtype
         return tensors
 
     def log_overflows(self) -> None:

@@ -381,7 +381,7 @@ def _verify(
     sizes = {key: size_of(key[1], dtype) for key, (dtype, _) in digests.items()}
 
     def read(keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        return saved.read_new([(name, box, digests[name, box][0]) for name, box in keys])
+        return saved.read([(name, box, digests[name, box][0]) for name, box in keys])
 
     reads = Together(sizes, read, bytes_max=bytes_max, small_bytes_max=bytes_max)
     with start_progress(progress, "verify", is_coordinator=True) as shown:

@@ -122,7 +122,7 @@ class SafetensorsExport:
         return parts
 
     def _read(self, parts: Sequence[tuple[_Tensor, Box]]) -> list[torch.Tensor]:
-        return self._saved.read_new([(tensor.name, box, tensor.dtype) for tensor, box in parts])
+        return self._saved.read([(tensor.name, box, tensor.dtype) for tensor, box in parts])
 
     def _read_side_files(self) -> dict[str, bytes]:
         """Return the small files, without those that would stand for the weights of this export."""

@@ -122,7 +122,7 @@ class _RunPlanner(PiecePlanner):
         return {box: size_of(box, dtype) for box in boxes}
 
     def read(self, pieces: Sequence[tuple[str, Box]]) -> Sequence[torch.Tensor]:
-        return self._saved.read_new([(name, box, self._dtypes[name]) for name, box in pieces])
+        return self._saved.read([(name, box, self._dtypes[name]) for name, box in pieces])
 
     def note_read(self, tensor: torch.Tensor) -> None:
         self._add(tensor.nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,10 @@ def test_an_export_holds_its_budget(tmp_path: Path, kind: Any, monkeypatch: pyte
     sizes: list[int] = []
     read = SavedCheckpoint.read
 
-    def counted(self: SavedCheckpoint, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        found = list(parts)
-        sizes.append(sum(tensor.nbytes for _, _, tensor in found))
-        read(self, found)
+    def counted(self: SavedCheckpoint, parts: Sequence[tuple[str, Box, torch.dtype]]) -> list[torch.Tensor]:
+        tensors = read(self, parts)
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return tensors
 
     monkeypatch.setattr(SavedCheckpoint, "read", counted)
     export_checkpoint(tmp_path / "run", tmp_path / "out", kind=kind, memory_budget_bytes=BUDGET_BYTES, progress=False)

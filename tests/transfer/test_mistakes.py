@@ -305,10 +305,10 @@ def test_an_import_that_differs_is_deleted(tmp_path: Path, monkeypatch: pytest.M
     import_checkpoint(tmp_path / "a.pt", tmp_path / "run", step=1, name="good", **QUIET)
     read = SavedCheckpoint.read
 
-    def other(self: SavedCheckpoint, parts: Any) -> None:
-        found = list(parts)
-        read(self, found)
-        found[-1][2].view(torch.uint8)[5] ^= 1
+    def other(self: SavedCheckpoint, parts: Any) -> list[torch.Tensor]:
+        tensors = read(self, parts)
+        tensors[-1].view(torch.uint8)[5] ^= 1
+        return tensors
 
     monkeypatch.setattr(SavedCheckpoint, "read", other)
     with pytest.raises(errors.CorruptCheckpointError, match="differs from what was read"):
