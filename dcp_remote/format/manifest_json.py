@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ from dcp_remote.format.manifest import (
     Tensors,
 )
 from dcp_remote.format.manifest_validation import check, check_saves
+
+_Part = TypeVar("_Part")
 
 FORMAT = "dcp_remote manifest"
 
@@ -265,10 +267,10 @@ def decode(data: bytes) -> Manifest | None:
             "The manifest uses a digest algorithm that this version does not know. Upgrade dcp_remote.",
             digest=document.digest,
         )
-    tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
     if (document.segments is not None) != (SEGMENTS in document.requires):
         raise CorruptCheckpointError("The manifest is damaged: it has segments and does not say so, or none.")
     _sum_columns(document)
+    tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
     segments = None
     if document.segments is not None:
         segments = SegmentTable(tensors.chunks, *_columns_of_segments(document.segments))
@@ -338,61 +340,46 @@ def _head(text: bytes) -> Head:
 
 def _sum_columns(document: _Document) -> None:
     """Put the values of each column in the place of their differences, once others say how many there are."""
-    shards, tensors, chunks, pieces, objects = (
-        document.shards,
-        document.tensors,
-        document.chunks,
-        document.pieces,
-        document.objects,
-    )
-    count = len(tensors.names)
-    tensors.kind = sum_column(tensors.kind, name="tensors.kind", count=count)
-    tensors.dimensions = sum_column(tensors.dimensions, name="tensors.dimensions", count=count)
-    tensors.chunks = sum_column(tensors.chunks, name="tensors.chunks", count=count)
+    count = len(document.tensors.names)
+    tensors = _sum(document.tensors, "tensors", kind=count, dimensions=count, chunks=count)
     if count and int(tensors.dimensions.max()) > DIMENSIONS_MAX:
         raise CorruptCheckpointError(
             "The manifest is damaged: a tensor has more dimensions than torch allows.", dimensions_max=DIMENSIONS_MAX
         )
-    tensors.shape = sum_column(tensors.shape, name="tensors.shape", count=_total(tensors.dimensions))
+    document.tensors = _sum(tensors, "tensors", shape=_total(tensors.dimensions))
     own, values = _total(tensors.chunks), _total(tensors.dimensions * tensors.chunks)
     if document.segments is not None:
         own, values = 0, 0
-        _sum_segments(document.segments, tensors.dimensions)
-    chunks.pieces = sum_column(chunks.pieces, name="chunks.pieces", count=own)
-    _total(chunks.pieces)
-    chunks.offsets = sum_column(chunks.offsets, name="chunks.offsets", count=values)
-    chunks.sizes = sum_column(chunks.sizes, name="chunks.sizes", count=values)
-    count = len(shards.keys)
-    _require_digests(shards.table_digests, count, name="shards.table_digests")
-    document.shards = replace(
-        shards,
-        sizes=sum_column(shards.sizes, name="shards.sizes", count=count),
-        data_starts=sum_column(shards.data_starts, name="shards.data_starts", count=count),
-        table_lengths=sum_column(shards.table_lengths, name="shards.table_lengths", count=count),
-    )
-    count = len(pieces.shard)
-    _require_digests(pieces.digests, count, name="pieces.digests")
-    document.pieces = replace(
-        pieces,
-        shard=sum_column(pieces.shard, name="pieces.shard"),
-        start=sum_column(pieces.start, name="pieces.start", count=count),
-        length=sum_column(pieces.length, name="pieces.length", count=count),
-        table=sum_column(pieces.table, name="pieces.table", count=count),
-    )
-    count = len(objects.inline) + len(objects.stored)
-    objects.positions = sum_column(objects.positions, name="objects.positions", count=count)
+        document.segments = _sum_segments(document.segments, tensors.dimensions)
+    document.chunks = _sum(document.chunks, "chunks", pieces=own, offsets=values, sizes=values)
+    _total(document.chunks.pieces)
+    count = len(document.shards.keys)
+    _require_digests(document.shards.table_digests, count, name="shards.table_digests")
+    document.shards = _sum(document.shards, "shards", sizes=count, data_starts=count, table_lengths=count)
+    count = len(document.pieces.shard)
+    _require_digests(document.pieces.digests, count, name="pieces.digests")
+    document.pieces = _sum(document.pieces, "pieces", shard=count, start=count, length=count, table=count)
+    count = len(document.objects.inline) + len(document.objects.stored)
+    document.objects = _sum(document.objects, "objects", positions=count)
 
 
-def _sum_segments(segments: _Segments, dimensions: I64) -> None:
-    segments.tensors = sum_column(segments.tensors, name="segments.tensors")
-    segments.shards = sum_column(segments.shards, name="segments.shards", count=len(segments.tensors))
-    segments.shard = sum_column(segments.shard, name="segments.shard", count=_total(segments.shards))
-    segments.tensor = sum_column(segments.tensor, name="segments.tensor", count=_total(segments.tensors))
+def _sum_segments(segments: _Segments, dimensions: I64) -> _Segments:
+    count = len(segments.tensors)
+    segments = _sum(segments, "segments", tensors=count, shards=count)
+    segments = _sum(segments, "segments", shard=_total(segments.shards), tensor=_total(segments.tensors))
     if len(segments.tensor) and int(segments.tensor.max()) >= len(dimensions):
         raise CorruptCheckpointError("The manifest is damaged: a segment has a tensor that is not listed.")
     values = _total(dimensions[segments.tensor])
-    segments.offsets = sum_column(segments.offsets, name="segments.offsets", count=values)
-    segments.sizes = sum_column(segments.sizes, name="segments.sizes", count=values)
+    return _sum(segments, "segments", offsets=values, sizes=values)
+
+
+def _sum(part: _Part, place: str, **counts: int) -> _Part:
+    """Return a part of a document with the values of these columns, so many of each."""
+    change: Callable[..., _Part] = msgspec.structs.replace if isinstance(part, msgspec.Struct) else replace
+    values = {
+        name: sum_column(getattr(part, name), name=f"{place}.{name}", count=count) for name, count in counts.items()
+    }
+    return change(part, **values)
 
 
 def _require_digests(data: bytes, count: int, *, name: str) -> None:
