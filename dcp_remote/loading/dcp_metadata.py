@@ -66,7 +66,7 @@ def to_dcp_metadata(manifest: Manifest) -> Metadata:
     """
     tensors = manifest.tensors
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    properties, cache = [_properties(kind) for kind in tensors.kinds], ChunkCache()
+    properties, cache = [_properties(kind) for kind in tensors.kinds], list[Any]()
     for name in manifest.names():
         number = tensors.index.get(name)
         if number is None:
@@ -102,28 +102,15 @@ def _properties(kind: TensorKind) -> TensorProperties:
     )
 
 
-class ChunkCache:
-    """One-entry cache of the objects of a `ChunkList`, shared by all tensors of a checkpoint.
-
-    torch's planner goes over the chunks of one tensor several times before it goes on to the next.
-    """
-
-    def __init__(self) -> None:
-        self._entry: tuple[ChunkList, list[ChunkStorageMetadata]] | None = None
-
-    def get_objects(self, chunks: ChunkList) -> list[ChunkStorageMetadata]:
-        """Return all objects of a list; on a miss they are built, and replace the entry."""
-        entry = self._entry
-        if entry is None or entry[0] is not chunks:
-            self._entry = entry = chunks, chunks.build_objects(range(len(chunks)))
-        return entry[1]
-
-
 class ChunkList(Sequence[ChunkStorageMetadata]):
     """Chunks of one tensor; equal to a list of them, and pickled as one. Access to a chunk builds all of them."""
 
-    def __init__(self, offsets: I64, sizes: I64, cache: ChunkCache) -> None:
-        """Store the arrays, of shape [chunks, dimensions]; no object is built."""
+    def __init__(self, offsets: I64, sizes: I64, cache: list[Any]) -> None:
+        """Store the arrays, of shape [chunks, dimensions]; no object is built.
+
+        The cache, one for all tensors of a checkpoint, has the list that was used last, and its objects: torch's
+        planner goes over the chunks of one tensor several times before it goes on to the next.
+        """
         self._offsets, self._sizes, self._cache = offsets, sizes, cache
 
     def __len__(self) -> int:
@@ -131,10 +118,12 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return len(self._offsets)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._cache.get_objects(self)[index]
+        if not self._cache or self._cache[0] is not self:
+            self._cache[:] = self, self.build_objects(range(len(self)))
+        return self._cache[1][index]
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        return iter(self._cache.get_objects(self))
+        return iter(self[:])
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, list | ChunkList) else NotImplemented

@@ -22,7 +22,7 @@ from dcp_remote import RemoteLoadPlanner
 from dcp_remote.common.geometry import Box
 from dcp_remote.format.manifest import Manifest, TensorKind
 from dcp_remote.loading import dcp_metadata
-from dcp_remote.loading.dcp_metadata import ChunkCache, ChunkList, to_dcp_metadata
+from dcp_remote.loading.dcp_metadata import ChunkList, to_dcp_metadata
 from tests.support.manifests import Layout, build
 from tests.support.simulated_ranks import LocalShards, grid
 
@@ -92,7 +92,7 @@ def counting_objects() -> Iterator[list[int]]:
 def test_a_list_in_all_but_name() -> None:
     """Compare with torch's own objects in a list."""
     offsets, sizes = np.array([[0, 0], [2, 0], [4, 0]]), np.array([[2, 5], [2, 5], [1, 5]])
-    chunks = ChunkList(offsets, sizes, ChunkCache())
+    chunks = ChunkList(offsets, sizes, [])
     expected = [
         ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
         for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True)
