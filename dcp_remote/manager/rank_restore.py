@@ -155,8 +155,8 @@ class Restored(NamedTuple):
     """Result of a restore."""
 
     report: LoadReport
-    # Save and manifest key of the checkpoint, and what of it this rank has read whole, for the next save. None if
-    # values of the state or of the checkpoint were left out: the next save may then write what was not read here.
+    # Save and manifest key of the checkpoint, and what its manifest says, for the next save. None if values of the
+    # state or of the checkpoint were left out: the next save may then write what is in segments that were not read.
     baseline: tuple[tuple[str, str], Baseline] | None
 
 
@@ -226,9 +226,7 @@ class RankRestore:
                 left_out = compared.left_out(verdict.left_out)
                 baseline = None
                 if not (compared.kept or left_out):
-                    read_wants = (target.want for targets in layers for target in targets)
-                    whole = ((want.piece_first, want.piece_stop) for want in read_wants if want.runs is None)
-                    baseline = (entry.save_id, entry.manifest), Baseline.of_manifest(manifest).part(whole)
+                    baseline = (entry.save_id, entry.manifest), Baseline.of_manifest(manifest)
                 collective.set_activity(f"has read step {entry.step}, waiting for the others")
                 # Until then another rank may want what this rank has read, and a value is applied only if all can be.
                 collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)

@@ -84,9 +84,10 @@ class RankSaver:
         self._last: tuple[tuple[str, str], Baseline] | None = None
 
     def go_on_from(self, baseline: tuple[tuple[str, str], Baseline]) -> None:
-        """Keep what this rank has read of a checkpoint, so that its next save does not read the manifest again.
+        """Keep what the manifest of a checkpoint says, so that the next save of this rank does not read it again.
 
-        Held until that save is committed: 100 bytes for each piece (at most 64 MiB) that this rank has read.
+        Held until that save is committed: 100 bytes for each piece (at most 64 MiB), at most 20 MB; of a manifest in
+        segments for the pieces of those that this rank has read.
         """
         self._last = baseline
 

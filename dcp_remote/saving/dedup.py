@@ -11,14 +11,14 @@ whichever ranks and checkpoints took part; `format/manifest_validation.py` would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp_remote.common.arrays import I64, sorted_unique
+from dcp_remote.common.arrays import I64
 from dcp_remote.common.digests import BLOCK_BYTES_MAX, DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
 from dcp_remote.format.manifest import Manifest, Pieces, Shards, StoredObject, Tensors
 from dcp_remote.saving.rank_report import RankReport
@@ -100,42 +100,6 @@ class Baseline:
             chunk_piece_first=manifest.tensors.piece_first,
             live_bytes=group_sums(manifest.pieces.shard, manifest.pieces.length, shards),
             is_named=np.ones(shards, dtype=bool),
-        )
-
-    def part(self, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the chunks and objects whose pieces are in these ranges, from the first to one past the last.
-
-        `self` is of a manifest. Holds about 100 bytes for each of these pieces, the names of all tensors and 16 bytes
-        for each.
-        """
-        tensors = self.tensors
-        is_kept = np.zeros(len(self.pieces.shard) + 1, dtype=bool)
-        for first, stop in ranges:
-            is_kept[first:stop] = True
-        pieces, numbers = self.pieces.take(np.flatnonzero(is_kept)), np.cumsum(is_kept) - 1
-        shards = sorted_unique(pieces.shard)
-        chunks = is_kept[self.chunk_piece_first[:-1]] & (tensors.chunk_pieces > 0)
-        values = np.repeat(chunks, np.repeat(tensors.dimensions, tensors.chunks))
-        tensor_of_chunk = np.repeat(np.arange(len(tensors.names)), tensors.chunks)
-        return replace(
-            self,
-            shards=self.shards.take(shards),
-            pieces=replace(pieces, shard=np.searchsorted(shards, pieces.shard)),
-            tensors=replace(
-                tensors,
-                chunks=group_sums(tensor_of_chunk, chunks.astype(np.int64), len(tensors.names)),
-                chunk_offsets=tensors.chunk_offsets[values],
-                chunk_sizes=tensors.chunk_sizes[values],
-                chunk_pieces=tensors.chunk_pieces[chunks],
-            ),
-            objects={
-                name: replace(item, piece_first=int(numbers[item.piece_first]))
-                for name, item in self.objects.items()
-                if is_kept[item.piece_first]
-            },
-            chunk_piece_first=numbers[self.chunk_piece_first[:-1][chunks]],
-            live_bytes=self.live_bytes[shards],
-            is_named=self.is_named[shards],
         )
 
     @classmethod
