@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.digests import (
@@ -29,7 +29,8 @@ from dcp_remote.run.lookup import explain_missing_shard, find_older_steps
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.rereads import RereadingStore
 
-T = TypeVar("T")
+# Function that reads ranges once more, by another way.
+_Reread: TypeAlias = Callable[[Iterable[Fetch[Any]]], Iterator[Fetched[Any]]]
 
 # Callback for each range that has arrived: key of the object, first byte, the bytes, and whether the bytes stay in
 # place until the load is over; otherwise they are valid until the callback returns.
@@ -129,12 +130,6 @@ def read_targets(
             **find_older_steps(store, step, retry_seconds=retry_seconds),
         ) from error
     assert not any(progress.open_pieces.values()), "every piece of the plan has arrived"
-
-
-class _Reread(Protocol):
-    """Function that reads ranges once more, by another way."""
-
-    def __call__(self, fetches: Iterable[Fetch[T]], /) -> Iterator[Fetched[T]]: ...
 
 
 class _Progress:

@@ -8,7 +8,7 @@ after another, and the last one wins, as with a sequential reader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -18,17 +18,13 @@ from dcp_remote.format.manifest import Manifest
 from dcp_remote.serialization.tensors import has_memory, memory_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
+class _Extent(NamedTuple):
     """Memory from the first byte of a tensor to the last; if not contiguous, bytes of others may lie in between."""
 
     number: int  # position of the template in the list
-    device: str
+    template: torch.Tensor
     start: int  # address of the first byte
     stop: int
-    contiguous: bool  # all bytes in between belong to the tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
 
     def shares_memory(self, other: _Extent) -> bool:
         """Return whether the tensors share a byte.
@@ -37,11 +33,9 @@ class _Extent:
         """
         if self.stop <= other.start or other.stop <= self.start:
             return False
-        return (
-            self.contiguous
-            or other.contiguous
-            or (self.start, self.shape, self.strides) == (other.start, other.shape, other.strides)
-        )
+        one, two = self.template, other.template
+        is_same = (self.start, one.shape, one.stride()) == (other.start, two.shape, two.stride())
+        return is_same or one.is_contiguous() or two.is_contiguous()
 
 
 def assign_layers(templates: Sequence[torch.Tensor]) -> list[int]:
@@ -102,23 +96,15 @@ def _have_other_values(manifest: Manifest, name: str, other: str) -> bool:
 def _extent(number: int, template: torch.Tensor) -> _Extent:
     last = sum((size - 1) * stride for size, stride in zip(template.shape, template.stride(), strict=True))
     start = template.data_ptr()
-    return _Extent(
-        number=number,
-        device=str(template.device),
-        start=start,
-        stop=start + (last + 1) * template.element_size(),
-        contiguous=template.is_contiguous(),
-        shape=tuple(template.shape),
-        strides=template.stride(),
-    )
+    return _Extent(number, template, start, start + (last + 1) * template.element_size())
 
 
 def _clusters(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
     """Group extents that are connected by overlaps; yield each group in the order of the templates."""
     cluster: list[_Extent] = []
     stop = 0
-    for extent in sorted(extents, key=lambda extent: (extent.device, extent.start)):
-        if cluster and (extent.device != cluster[-1].device or extent.start >= stop):
+    for extent in sorted(extents, key=lambda extent: (str(extent.template.device), extent.start)):
+        if cluster and (extent.template.device != cluster[-1].template.device or extent.start >= stop):
             yield sorted(cluster, key=lambda extent: extent.number)
             cluster, stop = [], 0
         cluster.append(extent)

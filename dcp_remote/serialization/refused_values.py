@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +69,9 @@ def name_all_refused(error: UnsafeObjectError, values: Mapping[str, Any]) -> Uns
 
 
 def _find_all(values: Mapping[str, Any]) -> list[RefusedValue]:
-    return [refused for name, value in values.items() for refused in _find(name, value)]
-
-
-def _find(name: str, value: Any) -> Iterable[RefusedValue]:
-    if isinstance(value, torch.Tensor):
-        return []
-    _, inner = mark_of(value)
-    return [RefusedValue(f"{name}{found.where}", found.type_name, found.why) for found in find_refusals(inner)]
+    return [
+        RefusedValue(f"{name}{found.where}", found.type_name, found.why)
+        for name, value in values.items()
+        if not isinstance(value, torch.Tensor)
+        for found in find_refusals(mark_of(value)[1])
+    ]

@@ -34,16 +34,8 @@ _DTYPES: dict[str, torch.dtype] = {
 # Without quantized dtypes, whose tensors have a scale beside their bytes.
 _PLAIN_DTYPES = {name: dtype for name, dtype in _DTYPES.items() if not name.startswith(("qint", "quint"))}
 _LAYOUTS: dict[str, torch.layout] = {
-    str(layout).removeprefix("torch."): layout
-    for layout in (
-        torch.strided,
-        torch.sparse_coo,
-        torch.sparse_csr,
-        torch.sparse_csc,
-        torch.sparse_bsr,
-        torch.sparse_bsc,
-        torch.jagged,
-    )
+    name: getattr(torch, name)
+    for name in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
 }
 
 
