@@ -30,7 +30,7 @@ from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.saving.rank_report import RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
 from dcp_remote.saving.uploads import Uploads
-from dcp_remote.saving.write_items import Drawn, WriteItems, wait_for_sources
+from dcp_remote.saving.write_items import DrawnEntry, WriteItems, wait_for_sources
 from dcp_remote.serialization.files import holds_imitation
 from dcp_remote.serialization.objects import EncodedObject, encode_object, encode_stream
 from dcp_remote.serialization.opaque import imitation_error
@@ -74,7 +74,7 @@ def write_shards(
     is_state = _resolves_to_state(planner)
     names = ShardNames(uploads.rank, origin)
     other_names = names.renew()
-    drawn = Drawn()
+    drawn: list[DrawnEntry] = []
     if shard_bytes is None:
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
@@ -193,22 +193,24 @@ class _Merged:
     live_bytes: I64  # bytes of each shard in pieces that have not changed
 
 
-def _merge_pieces(drawn: Drawn, reuse: Reuse, written: Sequence[WrittenShard]) -> _Merged:
+def _merge_pieces(drawn: Sequence[DrawnEntry], reuse: Reuse, written: Sequence[WrittenShard]) -> _Merged:
     """Merge the shards that were put, in the order in which they were packed, with the reused pieces."""
-    is_sent = np.array([reused is None for reused in drawn.source_reused], dtype=bool)
-    reused = [reused for reused in drawn.source_reused if reused is not None]
-    reused_pieces = reuse.pieces.take(np.array([piece for piece, _ in reused], dtype=np.int64))
+    sources = [source for entry in drawn for source in entry.sources]
+    is_sent = np.array([source is None for source in sources], dtype=bool)
+    reused = [source for source in sources if source is not None]
+    reused_pieces = reuse.pieces.take(np.array([source.piece for source in reused], dtype=np.int64))
     old_shards, old_shard = np.unique(reused_pieces.shard, return_inverse=True)
     item = np.concatenate([np.zeros(0, dtype=np.int64), *(one.item for one in written)])
     source_pieces = np.ones(len(is_sent), dtype=np.int64)
     source_pieces[is_sent] = np.bincount(item, minlength=np.count_nonzero(is_sent))
-    entry_pieces = group_sums(np.array(drawn.source_entry, dtype=np.int64), source_pieces, len(drawn.entries))
+    owner = np.repeat(np.arange(len(drawn)), np.array([len(entry.sources) for entry in drawn], dtype=np.int64))
+    entry_pieces = group_sums(owner, source_pieces, len(drawn))
     # The index of each piece, where all sent pieces come before all reused pieces.
     is_piece_sent = np.repeat(is_sent, source_pieces)
     order = np.empty(len(is_piece_sent), dtype=np.int64)
     order[is_piece_sent], order[~is_piece_sent] = np.arange(len(item)), len(item) + np.arange(len(reused))
     pieces = [replace(one.pieces, shard=one.pieces.shard + number) for number, one in enumerate(written)]
-    first_blocks = b"".join([*(one.first_blocks for one in written), *(first_block for _, first_block in reused)])
+    first_blocks = b"".join([*(one.first_blocks for one in written), *(source.first_block or b"" for source in reused)])
     put_shards = Shards.concat([one.shards for one in written])
     return _Merged(
         pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
@@ -220,7 +222,9 @@ def _merge_pieces(drawn: Drawn, reuse: Reuse, written: Sequence[WrittenShard]) -
     )
 
 
-def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inline: dict[str, bytes]) -> RankReport:
+def _make_report(
+    drawn: Sequence[DrawnEntry], reuse: Reuse, uploads: Uploads[WrittenShard], inline: dict[str, bytes]
+) -> RankReport:
     """Wait for the uploads, and describe all entries, those that were sent and those that are reused."""
     written = uploads.finish()
     put, merged = len(written), _merge_pieces(drawn, reuse, written)
@@ -229,19 +233,19 @@ def _make_report(drawn: Drawn, reuse: Reuse, uploads: Uploads[WrittenShard], inl
     # Indices of the entries that are chunks, by tensor: a plan may list the chunks of a tensor apart from each other.
     chunks: dict[str, list[int]] = {}
     stored: list[StoredObject] = []
-    for number, (write_item, encoding) in enumerate(drawn.entries):
-        name, data = write_item.index.fqn, write_item.tensor_data
+    for number, entry in enumerate(drawn):
+        name, data = entry.write_item.index.fqn, entry.write_item.tensor_data
         if data is None:
             first, count = int(merged.entry_first[number]), int(merged.entry_pieces[number])
-            stored.append(StoredObject(name, encoding, first, count))
+            stored.append(StoredObject(name, entry.encoding, first, count))
             continue
         if name not in chunks:
-            of_tensor = TensorKind(dtype_name(data.properties.dtype), encoding)
+            of_tensor = TensorKind(dtype_name(data.properties.dtype), entry.encoding)
             kind.append(kinds.setdefault(of_tensor, len(kinds)))
             dimensions.append(len(data.chunk.offsets))
         chunks.setdefault(name, []).append(number)
     entries = [*chain.from_iterable(chunks.values())]
-    items = [drawn.entries[number][0] for number in entries]
+    items = [drawn[number].write_item for number in entries]
     boxes = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
     hints = [-1 if item.index.index is None else item.index.index for item in items]
     slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")

@@ -18,32 +18,23 @@ from dcp_remote.format.manifest import DIMENSIONS_MAX, RAW
 from dcp_remote.format.raw_buffers import Segments
 from dcp_remote.format.shard import SEPARATE_BYTES_MIN
 from dcp_remote.saving.dedup import Baseline, ComparedEntry, ComparedPiece, KnownEntry, Reuse
-from dcp_remote.saving.device_copy import ElementRange, host_views, uses_pinned_memory, wait_for_devices
+from dcp_remote.saving.device_copy import ElementRange, host_views, wait_for_devices
 from dcp_remote.saving.packing import Item
 from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.serialization.objects import EncodedObject
-from dcp_remote.serialization.tensors import choose_encoding, dtype_name, element_bytes, narrow
+from dcp_remote.serialization.tensors import choose_encoding, dtype_name, narrow
 
 # Bytes of an item: a tensor, or the bytes of an object, or a range of these.
 Source: TypeAlias = torch.Tensor | memoryview | Segments
 
 
 @dataclass(slots=True)
-class Drawn:
-    """Entries that `WriteItems.iterate_items` has gone through, and the sources of their bytes, in order.
+class DrawnEntry:
+    """Entry that `WriteItems.iterate_items` has gone through, and the sources of its bytes, in order."""
 
-    A source is an item that is sent, or a reused piece of the baseline.
-    """
-
-    entries: list[tuple[WriteItem, str]] = field(default_factory=list)  # item and encoding
-    source_entry: list[int] = field(default_factory=list)  # index of the entry that each source is a part of
-    # Piece of the baseline, and the digest of its first block; None for an item that is sent.
-    source_reused: list[tuple[int, bytes] | None] = field(default_factory=list)
-
-    def add_source(self, reused: tuple[int, bytes] | None = None) -> None:
-        """Add a source of the last entry."""
-        self.source_entry.append(len(self.entries) - 1)
-        self.source_reused.append(reused)
+    write_item: WriteItem
+    encoding: str
+    sources: list[ComparedPiece | None] = field(default_factory=list)  # reused piece; None for an item that is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +97,7 @@ class WriteItems:
             pieces.append(piece)
         return ComparedEntry(encoding, pieces)
 
-    def iterate_items(self, reuse: Reuse, drawn: Drawn) -> Iterator[Item[Source]]:
+    def iterate_items(self, reuse: Reuse, drawn: list[DrawnEntry]) -> Iterator[Item[Source]]:
         """Yield the items that must be sent, and record every entry in `drawn` just before its items.
 
         A tensor is resolved when its first item is asked for, unless it was compared and is the state's own, so that
@@ -114,16 +105,13 @@ class WriteItems:
         """
         for number, write_item in enumerate(self._ordered()):
             known = reuse.entries[number] if reuse.entries else ComparedEntry()
-            reused = [(piece.piece, piece.first_block) for piece in known.pieces if piece.first_block is not None]
-            if reused and len(reused) == len(known.pieces):
-                drawn.entries.append((write_item, known.encoding))
-                for source in reused:
-                    drawn.add_source(source)
+            if known.pieces and all(piece.first_block is not None for piece in known.pieces):
+                drawn.append(DrawnEntry(write_item, known.encoding, [*known.pieces]))
                 continue
             resolved = self._resolved.pop(number, None)
             item, encoding = self._resolve_item(write_item) if resolved is None else (resolved, RAW)
-            drawn.entries.append((write_item, encoding))
-            yield from _changed_items(item, known.pieces, drawn)
+            drawn.append(DrawnEntry(write_item, encoding))
+            yield from _changed_items(item, known.pieces, drawn[-1].sources)
 
     def _resolve_item(self, write_item: WriteItem) -> tuple[Item[Source], str]:
         """Return an entry as one item, and its encoding."""
@@ -214,20 +202,22 @@ class WriteItems:
         return tensor
 
 
-def _changed_items(item: Item[Source], pieces: Sequence[ComparedPiece], drawn: Drawn) -> Iterator[Item[Source]]:
-    """Yield an entry whole, if none of its pieces is reused; else the boxes of each piece that changed."""
+def _changed_items(
+    item: Item[Source], pieces: Sequence[ComparedPiece], sources: list[ComparedPiece | None]
+) -> Iterator[Item[Source]]:
+    """Yield an entry whole, if none of its pieces is reused; else the boxes of each changed piece. Add to `sources`."""
     if all(piece.first_block is None for piece in pieces):
         for segment in _split_segments(item):
-            drawn.add_source()
+            sources.append(None)
             yield segment
         return
     item_bytes = ITEM_BYTES[item.dtype]
     for piece in pieces:
         if piece.first_block is not None:
-            drawn.add_source((piece.piece, piece.first_block))
+            sources.append(piece)
             continue
         for _, box in boxes_of_run(item.sizes, piece.start // item_bytes, piece.stop // item_bytes):
-            drawn.add_source()
+            sources.append(None)
             yield _narrow_item(item, box)
 
 
@@ -266,6 +256,4 @@ def _view(source: Source, start: int, stop: int) -> memoryview:
     """Return the bytes of elements `start` to `stop`; a copy only where a tensor must be copied."""
     if not isinstance(source, torch.Tensor):
         return source[start:stop]
-    if uses_pinned_memory(source):
-        return host_views([ElementRange(source, start, stop)])[0]
-    return element_bytes(source, start, stop)
+    return host_views([ElementRange(source, start, stop)])[0]
