@@ -113,26 +113,19 @@ class BeginAgainError(CommitConflictError):
     """Objects that a save or a thinning wrote or reuses may have been removed; begin it again."""
 
 
-def fenced_error(catalog: Catalog, token: int | None, url: str | None = None) -> FencedError:
+def fenced_error(
+    catalog: Catalog, token: int | None, url: str | None = None, *, what: str = "stop this one."
+) -> FencedError:
     """Return the error of a job whose token is not that of the catalog; names the job that took the fence."""
     return FencedError(
-        "A newer job owns this run; stop this one.",
-        url=url,
-        token=token,
-        newest=catalog.token,
-        holder=catalog.holder or None,
+        f"A newer job owns this run; {what}", url=url, token=token, newest=catalog.token, holder=catalog.holder or None
     )
 
 
 def require_owner(catalog: Catalog, owner: Owner | None) -> None:
     """Refuse a change that a fenced job asks for; None is no job, and never refused."""
     if owner is not None and (owner.run_id, owner.token) != (catalog.run_id, catalog.token):
-        raise FencedError(
-            "A newer job owns this run; nothing was changed. Stop this job.",
-            token=owner.token,
-            newest=catalog.token,
-            holder=catalog.holder or None,
-        )
+        raise fenced_error(catalog, owner.token, what="nothing was changed. Stop this job.")
 
 
 def take_fence(catalog: Catalog, holder: str = "") -> Catalog:

@@ -111,18 +111,24 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         # of an older torch.
         self.flatten_sharded_tensors = has_nested_shards(flat.values.values())
         self.flatten_state_dict = False
+        tensors = {name: value for name, value in flat.values.items() if isinstance(value, torch.Tensor)}
+        on_meta = [name for name, value in tensors.items() if value.device.type == "meta"]
         try:
             super().set_up_planner(dict(flat.values), metadata, is_coordinator)
         except ValueError as error:
-            raise _explain_meta(flat.values, error) from error
+            if not on_meta:
+                raise
+            raise InvalidArgumentError(
+                "Tensors of the state are on the meta device, and there is no process group whose device torch would "
+                "allocate them on. Allocate them: torch.empty_like(tensor, device=...), or model.to_empty(device=...).",
+                tensors=len(on_meta),
+                names=", ".join(on_meta[:_NAMES_SHOWN_MAX]),
+            ) from error
+        # torch makes None of each object of a type that it does not know.
+        self.state_dict |= {name: value for name, value in flat.values.items() if name not in tensors}
         self.flatten_state_dict, self.mappings, self.original_state_dict = True, flat.paths, state_dict
-        on_meta: set[str] = set()
-        for name, value in flat.values.items():
-            if not isinstance(value, torch.Tensor):
-                self.state_dict[name] = value  # torch makes None of each object of a type that it does not know
-            elif value.device.type == "meta":  # torch gives memory to such tensors, as it should
-                on_meta.add(name)
-                self.put(name, self.state_dict[name])
+        for name in on_meta:  # which have memory now, as they should
+            self.put(name, self.state_dict[name])
         meta = metadata.storage_meta
         if isinstance(meta, SourceMeta):
             meta.options = self._options
@@ -137,7 +143,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             self._options,
             renamed=renamed if renamed is not None else self._options.rename_entries(entries),
             rank=self._source.rank,
-            on_meta=on_meta if self._options.given else (),
+            on_meta=set(on_meta) if self._options.given else (),
         )
 
     def put(self, name: str, value: object) -> None:
@@ -205,16 +211,3 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             url=self._source.checkpoint_id,
             step=self._source.step,
         )
-
-
-def _explain_meta(before: Mapping[str, Any], error: ValueError) -> Exception:
-    """Return the error for a state on the meta device, which torch allocates on the device of a process group."""
-    names = [name for name, value in before.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"]
-    if not names:
-        return error
-    return InvalidArgumentError(
-        "Tensors of the state are on the meta device, and there is no process group whose device torch would allocate "
-        "them on. Allocate them: torch.empty_like(tensor, device=...), or model.to_empty(device=...).",
-        tensors=len(names),
-        names=", ".join(names[:_NAMES_SHOWN_MAX]),
-    )

@@ -82,10 +82,6 @@ class Comparison:
     kept: tuple[str, ...]  # names of values of the state that are not loaded
     excluded: tuple[str, ...]  # names of entries of the checkpoint that the options leave out
 
-    def is_loaded(self, name: str) -> bool:
-        """Return whether the value of this name in the state is loaded."""
-        return name in self.sources
-
     @property
     def skipped_keys(self) -> list[str]:
         """Top-level keys of which the options leave all values out, although the checkpoint has some."""

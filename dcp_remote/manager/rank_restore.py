@@ -143,10 +143,10 @@ class _PlannedRestore:
 
     def apply(self, state: MutableMapping[str, Any], rank: int, verdict: Verdict) -> None:
         """Put the loaded values into the state of the user."""
-        compared = self.planner.comparison
-        fit_groups(state, self.template, compared.is_loaded, self.renamed_parameters)
+        loaded = self.planner.comparison.sources
+        fit_groups(state, self.template, loaded.__contains__, self.renamed_parameters)
         own = self.template.get(PER_RANK_KEY, {}).get(str(rank), {})
-        for key in [key for key in own if not compared.is_loaded(f"{PER_RANK_KEY}.{rank}.{key}")]:
+        for key in [key for key in own if f"{PER_RANK_KEY}.{rank}.{key}" not in loaded]:
             del own[key]
         apply_loaded(state, self.template, rank, untouched=verdict.untouched)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import os
 import unicodedata
 import uuid
@@ -278,7 +279,7 @@ def _find_wrong_names(names: Iterable[Any]) -> dict[Any, str]:
         if why is not None:
             wrong[name] = why
             continue
-        for path in (name, *_parents(name)):
+        for path in itertools.accumulate(name.split("/"), "{}/{}".format):  # of its folders, then its own
             first, is_file = folded.setdefault(unicodedata.normalize("NFC", path).casefold(), (path, path == name))
             if (first, is_file) != (path, path == name):
                 same = f"the same as {first!r} on Windows or macOS"
@@ -308,11 +309,6 @@ def _is_below(path: Path, folder: Path) -> bool:
         return path.resolve().is_relative_to(folder.resolve())
     except RuntimeError:  # a cycle of links, in Python 3.11 and 3.12
         return False
-
-
-def _parents(name: str) -> Iterator[str]:
-    parts = name.split("/")
-    return ("/".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _require_size(sizes_bytes: Mapping[str, int], kind: type[DcpRemoteError]) -> None:

@@ -45,14 +45,7 @@ _DTYPE_CODES = frozenset("?bBhHiIlLqQefdFDmMSUV")
 _DTYPE_TEXT = re.compile(r"[<>|][a-zA-Z]\d{1,10}(\[\d{0,10}[a-zA-Z]{1,2}\])?", re.ASCII)
 
 _BIT_GENERATORS: dict[str, type[np.random.BitGenerator]] = {
-    kind.__name__: kind
-    for kind in (
-        np.random.MT19937,
-        np.random.PCG64,
-        np.random.PCG64DXSM,
-        np.random.Philox,
-        np.random.SFC64,
-    )
+    name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 }
 # numpy does not check a generator's position in its buffer: beyond these, draws would read memory after the buffer.
 _BUFFER_POSITIONS_MAX = {"MT19937": 624, "Philox": 4}
