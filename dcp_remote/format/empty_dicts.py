@@ -6,22 +6,22 @@ without an entry come from planners that do not save all that they flattened, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType
 from typing import TypeAlias
 
 Path: TypeAlias = tuple[str | int, ...]
 
 
-def to_flatten_items(paths: Iterable[Path]) -> dict[str, Path]:
-    """Return the items of a flatten mapping that record empty dicts at these paths."""
-    return {_name(path): path for path in paths}
+def empty_name(path: Path) -> str:
+    """Return the name of an empty dict at a path."""
+    return ".".join(map(str, (*path, {})))
 
 
 def empty_dicts(flatten: Mapping[str, Path] | None, entries: Collection[str]) -> dict[str, Path]:
     """Return the items of a manifest's flatten mapping that record empty dicts; `entries` are the names of entries."""
     rest = (flatten or {}).keys() - entries
-    return {name: path for name, path in (flatten or {}).items() if name in rest and name == _name(path)}
+    return {name: path for name, path in (flatten or {}).items() if name in rest and name == empty_name(path)}
 
 
 def drop_conflicting(flatten: Mapping[str, Path] | None, entries: Collection[str]) -> Mapping[str, Path] | None:
@@ -47,7 +47,3 @@ def drop_conflicting(flatten: Mapping[str, Path] | None, entries: Collection[str
 
 def _kinds(path: Path) -> dict[Path, type]:
     return {path[:depth]: type(part) for depth, part in enumerate(path)} | {path: NoneType}
-
-
-def _name(path: Path) -> str:
-    return ".".join(map(str, (*path, {})))

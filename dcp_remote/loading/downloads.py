@@ -157,16 +157,13 @@ def download(
             cause=failures.get(place),
         )
 
-    def in_flight_max(fetch: Fetch[T]) -> int:
-        return at_a_time + (DOWNLOADS_WAITING if fetch.into is not None else 0)
-
     upcoming = iter(fetches)
     next_fetch: Fetch[T] | None = next(upcoming, None)
     try:
         while next_fetch is not None or running:
             while (
                 next_fetch is not None
-                and len(running) < in_flight_max(next_fetch)
+                and len(running) < at_a_time + (DOWNLOADS_WAITING if next_fetch.into is not None else 0)
                 and (not held_bytes or held_bytes + next_fetch.held_bytes <= memory_budget_bytes)
             ):
                 held_bytes += next_fetch.held_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -75,11 +75,13 @@ def write_shards(
     names = ShardNames(uploads.rank, origin)
     other_names = names.renew()
     drawn: list[DrawnEntry] = []
+    state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
+    values = state.values() if isinstance(state, Mapping) else ()
     if shard_bytes is None:
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
         object_bytes = sum(encoded.length_bytes for encoded in stored.values())
-        if _device_bytes(planner) > uploads.budget_bytes:
+        if _device_bytes(values) > uploads.budget_bytes:
             shard_bytes_max = min(shard_bytes_max, limit_pinned(uploads.budget_bytes, uploads.in_flight))
         shard_bytes = spread(tensor_bytes + object_bytes, uploads.in_flight, shard_bytes_max)
     for number, pieces in enumerate(pack(items.iterate_items(reuse, drawn), shard_bytes_max=shard_bytes)):
@@ -93,21 +95,17 @@ def write_shards(
             second_key=other_names.key(number),
         )
     report = _make_report(drawn, reuse, uploads, inline)
-    return replace(report, meshes=_describe_meshes(planner)) if report.rank == 0 else report
+    return replace(report, meshes=_describe_meshes(values)) if report.rank == 0 else report
 
 
-def _device_bytes(planner: SavePlanner) -> int:
+def _device_bytes(values: Iterable[object]) -> int:
     """Return the bytes of the tensors of a state that are copied into pinned memory before they are sent, at most."""
-    state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
-    values = state.values() if isinstance(state, Mapping) else ()
     tensors = (value for value in values if isinstance(value, torch.Tensor) and uses_pinned_memory(value))
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of all ranks' shards of a DTensor
 
 
-def _describe_meshes(planner: SavePlanner) -> tuple[str, ...]:
+def _describe_meshes(values: Iterable[object]) -> tuple[str, ...]:
     """Return the device meshes of a state's DTensors as text, each once: names and sizes of the dimensions."""
-    state = getattr(planner, "state_dict", None)  # of a user's planner, perhaps anything
-    values = state.values() if isinstance(state, Mapping) else ()
     meshes = dict.fromkeys(value.device_mesh for value in values if isinstance(value, DTensor))
     described = (
         zip(mesh.mesh_dim_names or [f"dimension {number}:" for number in range(mesh.ndim)], mesh.shape, strict=True)

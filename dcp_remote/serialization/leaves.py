@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.empty_dicts import to_flatten_items
+from dcp_remote.format.empty_dicts import empty_name
 from dcp_remote.serialization.opaque import ATOMS, is_stateful
 
 # Keys as text, and indices of lists, as torch's planner writes paths.
@@ -98,7 +98,7 @@ def flatten_state(state: Mapping[Any, Any]) -> FlatState:
             values[name], paths[name] = value, path
         else:
             stack.pop()
-    return FlatState(values, to_flatten_items(reversed(empty)) | paths)
+    return FlatState(values, {empty_name(path): path for path in reversed(empty)} | paths)
 
 
 def _text_items(container: Any, path: Path) -> Iterator[tuple[str | int, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -374,3 +375,20 @@ def test_load_converts_floating_point_tensors() -> None:
     for wrong in (torch.int64, "bfloat16"):
         with pytest.raises(InvalidArgumentError, match="dtype"):
             load(store, dtype=wrong)  # type: ignore[arg-type]  # that is the test
+
+
+def test_keys_that_are_no_text() -> None:
+    """Objects come back under the keys of the state, beside which torch's planner puts others of text."""
+    memory = MemoryStore()
+    dcp.save({"optim": {0: {"step": 5}, 1: [{2: "b"}]}}, storage_writer=RemoteWriter(memory))
+    state: State = {"optim": {0: {"step": 0}, 1: [{2: ""}]}}
+    load_as_ranks([state], lambda: RemoteReader(memory), RemoteLoadPlanner)
+    assert state == {"optim": {0: {"step": 5}, 1: [{2: "b"}]}}
+
+
+def test_a_mapping_that_is_no_dict(store: RecordingStore) -> None:
+    """Refused by its name; torch's loader makes None of it, though its values stay as they are."""
+    state = {**blank_state(), "config": UserDict({"lr": 1.0})}
+    with pytest.raises(InvalidArgumentError, match=r"A mapping in the state is no dict.*where='config'"):
+        load_by(store, state, exclude="config.*")
+    assert state["config"] == {"lr": 1.0}
