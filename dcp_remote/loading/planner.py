@@ -114,7 +114,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         tensors = {name: value for name, value in flat.values.items() if isinstance(value, torch.Tensor)}
         on_meta = [name for name, value in tensors.items() if value.device.type == "meta"]
         try:
-            super().set_up_planner(dict(flat.values), metadata, is_coordinator)
+            # Without objects, since torch makes None of what is of a type that it does not know, also inside of them.
+            super().set_up_planner(dict(tensors), metadata, is_coordinator)
         except ValueError as error:
             if not on_meta:
                 raise
@@ -124,8 +125,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
                 tensors=len(on_meta),
                 names=", ".join(on_meta[:_NAMES_SHOWN_MAX]),
             ) from error
-        # torch makes None of each object of a type that it does not know.
-        self.state_dict |= {name: value for name, value in flat.values.items() if name not in tensors}
+        left = tensors.keys() - self.state_dict  # parts of which this rank has nothing
+        self.state_dict = {n: self.state_dict.get(n, value) for n, value in flat.values.items() if n not in left}
         self.flatten_state_dict, self.mappings, self.original_state_dict = True, flat.paths, state_dict
         for name in on_meta:  # which have memory now, as they should
             self.put(name, self.state_dict[name])

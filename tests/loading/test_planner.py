@@ -392,3 +392,12 @@ def test_a_mapping_that_is_no_dict(store: RecordingStore) -> None:
     with pytest.raises(InvalidArgumentError, match=r"A mapping in the state is no dict.*where='config'"):
         load_by(store, state, exclude="config.*")
     assert state["config"] == {"lr": 1.0}
+
+
+def test_objects_inside_of_kept_values(store: RecordingStore) -> None:
+    """They stay as they are, where torch's planner makes None of objects of types that it does not know."""
+    kept, state = object(), blank_state()
+    state["extra"] = (1, {"held": kept}, [kept])
+    load_by(store, state, exclude="extra")
+    assert state["extra"] == (1, {"held": kept}, [kept])
+    assert equal({name: state[name] for name in saved_state()}, saved_state())
