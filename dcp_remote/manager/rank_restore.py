@@ -143,11 +143,8 @@ class _PlannedRestore:
 
     def apply(self, state: MutableMapping[str, Any], rank: int, verdict: Verdict) -> None:
         """Put the loaded values into the state of the user."""
-        loaded = self.planner.comparison.sources
-        fit_groups(state, self.template, loaded.__contains__, self.renamed_parameters)
-        own = self.template.get(PER_RANK_KEY, {}).get(str(rank), {})
-        for key in [key for key in own if f"{PER_RANK_KEY}.{rank}.{key}" not in loaded]:
-            del own[key]
+        is_loaded = self.planner.comparison.sources.__contains__
+        fit_groups(state, self.template, is_loaded, self.renamed_parameters)
         apply_loaded(state, self.template, rank, untouched=verdict.untouched)
 
 
