@@ -10,6 +10,7 @@ its own, and sends the status of the coordinator back, its news.
   leader. Each member sends again what has no answer yet.
 - A leader that is stopped: it answers no ping, and sends no news. Each member speaks to the store itself until the
   leader answers again.
+- A connection to the store that breaks, or is silent for long: the leader puts the parts again, over another.
 - A system without abstract sockets, or a name that a process of another user has bound: each rank speaks for itself.
 
 So a rank may be in two parts of a round, with the same bytes, and a number of a part may be taken and never used.
@@ -39,6 +40,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
+from dcp_remote.common.deadline import jitter
 from dcp_remote.coordination.host_documents import HostDocuments, SharedFrame
 from dcp_remote.coordination.key_value import Client
 
@@ -271,7 +275,7 @@ class HostLink:
     def _pause(self) -> float | None:
         if self._wake_at < math.inf or any(one.contributions for one in self._rounds.values()):
             return _TICK_SECONDS
-        return _PING_SECONDS if self._leader is not None and self._own else None
+        return _PING_SECONDS if self._rounds or (self._leader is not None and self._own) else None
 
     def _join(self) -> None:
         """Bind the name, or connect to the process that has; where neither is possible this rank speaks for itself."""
@@ -433,17 +437,18 @@ class HostLink:
         for one in self._rounds.values():
             is_due = now >= one.since + _MERGE_SECONDS or (has_settled and one.sources >= everyone)
             if one.contributions and is_due:
-                one.ranks += len(one.contributions)
-                self._speaker.put(one, one.contributions)
+                one.told |= one.contributions
+                self._speaker.put(one)
                 one.contributions = {}
 
     def _ping(self) -> None:
         """Ask the leader for a sign of life as long as this rank waits for an answer; speak for it without one."""
         now = time.monotonic()
-        if self._leader is None or not self._own or now < self._next_ping:
+        if now < self._next_ping:
             return
         self._next_ping = now + _PING_SECONDS
-        if self._pings < _PINGS_MAX:
+        self._speaker.look()
+        if self._leader is not None and self._own and self._pings < _PINGS_MAX:
             self._pings += 1
             self._leader.send(("ping",))
             if self._pings == _PINGS_MAX:
@@ -458,8 +463,12 @@ class HostLink:
         )
         self._contribute_again()
 
-    def _finish(self, key: str, found: bytes | Exception) -> None:
+    def _finish(self, key: str, found: bytes | Exception | None) -> None:
         """Hand an answer to all that wait for it; or an error of the store to this rank, which leads no more."""
+        if found is None:  # the connection was lost, and parts may be
+            if one := self._rounds.get(key):
+                one.contributions, one.is_again = one.told | one.contributions, True
+            return
         if key in self._rounds or key in self._own:  # the answer may come twice, the second time in a later round
             self._documents.forget()
         one = self._rounds.pop(key, None)
@@ -492,8 +501,8 @@ class _Round:
         slots: Key of the counter of parts.
         parts: Prefix of the keys of parts.
         answer: Key of the answer.
-        is_again: True if an earlier speaker may have put the same contributions.
-        ranks: Number of ranks in the parts so far.
+        is_again: True if the same contributions may have been put, by an earlier speaker or over another connection.
+        told: Contributions in the parts so far, by rank.
         contributions: Contributions that are in no part yet, by rank.
         since: Moment at which the first of them came.
         sources: Connections of the members that wait for the answer; None for this rank.
@@ -503,7 +512,7 @@ class _Round:
     parts: str
     answer: str
     is_again: bool = False
-    ranks: int = 0
+    told: dict[int, bytes] = field(default_factory=dict)
     contributions: dict[int, bytes] = field(default_factory=dict)
     since: float = 0.0
     sources: set[_Connection | None] = field(default_factory=set)
@@ -603,14 +612,15 @@ class _Speaker:
     Args:
         connect: Returns a client of the store.
         pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
-        deliver: Called with the key of an answer and the answer, or the error of the store.
+        deliver: Called with the key of an answer and the answer, or the error of the store; None if the connection was
+            lost, and the parts are to be put again.
     """
 
     def __init__(
         self,
         connect: Callable[[], Client],
         pauses: Callable[[int], Iterator[float]],
-        deliver: Callable[[str, bytes | Exception], object],
+        deliver: Callable[[str, bytes | Exception | None], object],
     ) -> None:
         """Start nothing."""
         self._connect = connect
@@ -621,20 +631,29 @@ class _Speaker:
         self._thread: threading.Thread | None = None
         # Next look for each answer, and the pauses after it.
         self._looks: dict[str, tuple[float, Iterator[float]]] = {}
+        # Looks from outside at the request under way, and their number beyond which the connection is silent. It is
+        # another for each host, or all hosts of a store that is slow would connect at once.
+        self._unanswered, self._unanswered_max = -math.inf, jitter(_PINGS_MAX, 2 * _PINGS_MAX)
+        self._broken_by: Exception | None = None  # error of the last connection
 
-    def put(self, one: _Round, contributions: dict[int, bytes]) -> None:
-        """Put a part of a round, and poll for the answer until it comes, or is forgotten."""
+    def put(self, one: _Round) -> None:
+        """Put the next part of a round, and poll for the answer until it comes, or is forgotten."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="dcp_remote-host-store", daemon=True)
             thread.start()
             self._thread = thread
-        pauses = self._pauses(one.ranks)
-        put = partial(self._put, one.slots, one.parts, one.answer, contributions, pauses, is_again=one.is_again)
-        self._jobs.put(put)
+        self._jobs.put(partial(self._put, one, one.contributions, self._pauses(len(one.told)), is_again=one.is_again))
 
     def forget(self, answer: str) -> None:
         """Poll for an answer no longer."""
         self._jobs.put(lambda: self._looks.pop(answer, None) and None)
+
+    def look(self) -> None:
+        """Break a silent connection, later each time; called once a second, which a stopped process does not do."""
+        client, self._unanswered = self._client, self._unanswered + 1
+        if client is not None and self._unanswered > self._unanswered_max:
+            self._unanswered_max *= 2
+            client.shut_down()
 
     def close(self) -> None:
         """End the thread, which may wait for the store."""
@@ -653,30 +672,34 @@ class _Speaker:
                 job = self._jobs.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
             if job is None:
                 return
+            self._unanswered = 0
             try:
                 job()
+                self._unanswered_max = jitter(_PINGS_MAX, 2 * _PINGS_MAX)
             except Exception as error:  # noqa: BLE001  # raised where the answer is awaited
-                looks, self._looks, self._client = self._looks, {}, None
-                for answer in looks:
-                    self._deliver(answer, error)
+                self._fail(error)
+            self._unanswered = -math.inf
 
-    def _put(
-        self,
-        slots: str,
-        parts: str,
-        answer: str,
-        contributions: dict[int, bytes],
-        pauses: Iterator[float],
-        *,
-        is_again: bool,
-    ) -> None:
-        self._looks[answer] = time.monotonic() + next(pauses), pauses
+    def _fail(self, error: Exception) -> None:
+        """Open another connection for the parts, once there is a way to the host; give up if the store has ended."""
+        looks, self._looks, client, self._client = self._looks, {}, self._client, None
+        if client is not None:
+            self._connect, self._broken_by = client.reopen, error
+        is_gone = self._broken_by is None or isinstance(error, ConnectionRefusedError)
+        is_lost = not is_gone and isinstance(error, (OSError, dist.DistNetworkError))
+        if is_lost and client is None:
+            time.sleep(_PING_SECONDS)
+        for answer in looks:
+            self._deliver(answer, None if is_lost else self._broken_by or error)
+
+    def _put(self, one: _Round, part: dict[int, bytes], pauses: Iterator[float], *, is_again: bool) -> None:
+        self._looks[one.answer] = time.monotonic() + next(pauses), pauses
         client = self._client = self._client or self._connect()
-        if not (is_again and client.has([answer])):
-            key = f"{parts}/{client.add(slots, 1)}"
-            client.put(key, pickle.dumps(contributions))
-            if is_again and client.has([answer]):  # the round has ended meanwhile, and the coordinator deletes no more
-                client.delete([key, slots], {slots: 0})
+        if not (is_again and client.has([one.answer])):
+            key = f"{one.parts}/{client.add(one.slots, 1)}"
+            client.put(key, pickle.dumps(part))
+            if is_again and client.has([one.answer]):  # the round has ended, and the coordinator deletes no more
+                client.delete([key, one.slots], {one.slots: 0})
 
     def _look(self) -> None:
         assert self._client is not None, "it has put a part"

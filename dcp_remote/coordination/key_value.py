@@ -107,6 +107,12 @@ class Client:
                 if os.fstat(own.fileno()).st_ino == self._socket_inode:
                     own.shutdown(socket.SHUT_RDWR)
 
+    def reopen(self) -> Client:
+        """Return a client over another connection to the same store; raises OSError as `require_reachable` does."""
+        if (address := address_of(self._store)) is not None:
+            require_reachable(address)
+        return Client(self._store, self._on_answer)
+
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
         found = all(self._store.check(list(some_keys)) for some_keys in _slices(keys))
@@ -301,7 +307,7 @@ def _sockets_to(address: StoreAddress) -> dict[int, int]:
     found: dict[int, int] = {}
     if socket.getdefaulttimeout() is not None:
         return found
-    with contextlib.suppress(FileNotFoundError):  # a system without this folder
+    with contextlib.suppress(OSError):  # a system without this folder, or no file descriptor is free
         for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
             with contextlib.suppress(OSError):  # no socket, not connected, or closed meanwhile
                 status = os.fstat(descriptor)

@@ -1,0 +1,167 @@
+"""Connection of the rank that speaks to the store for its host: cut, broken, or to a store that is gone."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from dcp_remote.common.deadline import RetryPolicy
+from dcp_remote.coordination import host_link
+from dcp_remote.coordination.host_link import HostLink
+from dcp_remote.coordination.key_value import Client
+from tests.coordination import test_store_connections
+from tests.coordination.test_store_connections import Relay
+from tests.support.rank_threads import wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux finds the socket of a connection")
+
+relay = test_store_connections.relay  # a fixture
+
+
+class Host:
+    """Host with one rank, whose connections go through a relay; and the coordinator's view of its rounds."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.client = Client(dist.PrefixStore("group", relay.store))
+        store = relay.connect()
+        self.link = HostLink(
+            f"test-{relay.port}", 1, lambda: Client(store), lambda _: RetryPolicy(0.005, 0.05).growing_delays()
+        )
+
+    def begin(self, number: int) -> None:
+        self.link.begin(f"{number}/in", f"{number}/in", f"{number}/out", b"data")
+
+    def parts(self, number: int) -> int:
+        """Return how many parts of a round were put, or counted at least."""
+        return self.client.add(f"{number}/in", 0)
+
+    def has_part(self, number: int) -> bool:
+        return any(self.client.has([f"{number}/in/{part}"]) for part in range(1, self.parts(number) + 1))
+
+    def has_answer(self, number: int) -> bool:
+        self.link.wait(0.01)
+        return self.link.answer(f"{number}/out") == b"answer"
+
+    def finish(self, number: int) -> None:
+        self.client.put(f"{number}/out", b"answer")
+        wait_until(partial(self.has_answer, number))
+
+    def has_lost_connection(self) -> bool:
+        return self.link._speaker._broken_by is not None
+
+    def break_connections(self) -> None:
+        for connection in self.relay._accepted:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def host(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """Start a host whose rank has done a round."""
+    monkeypatch.setattr(host_link, "_PING_SECONDS", 0.05)
+    host = Host(relay)
+    with closing(host.link):
+        host.begin(1)
+        host.finish(1)
+        yield host
+
+
+def test_a_silent_connection_is_replaced_while_an_answer_is_awaited(host: Host) -> None:
+    """Cut the network while the rank polls, publish the answer, heal it: the answer comes, and nothing is put again."""
+    host.begin(2)
+    wait_until(lambda: host.has_part(2))
+    host.relay.cut()
+    host.client.put("2/out", b"answer")
+    wait_until(host.has_lost_connection)
+    host.relay.heal()
+    wait_until(partial(host.has_answer, 2))
+    assert host.parts(2) == 1
+
+
+def test_a_part_that_was_lost_is_put_again(host: Host) -> None:
+    """Cut the network before the rank contributes, heal it: the contribution arrives over another connection."""
+    host.relay.cut()
+    host.begin(2)
+    wait_until(host.has_lost_connection)
+    assert host.parts(2) == 0
+    host.relay.heal()
+    wait_until(lambda: host.has_part(2))
+    host.finish(2)
+    host.begin(3)
+    host.finish(3)
+    assert host.parts(3) == 1
+
+
+@pytest.mark.parametrize("is_put", [False, True])
+def test_a_connection_that_breaks_is_replaced(host: Host, is_put: bool) -> None:
+    """The network resets the connection before the rank contributes, or while it polls."""
+    if is_put:
+        host.begin(2)
+        wait_until(lambda: host.has_part(2))
+    host.break_connections()
+    if not is_put:
+        host.begin(2)
+    wait_until(host.has_lost_connection)
+    wait_until(lambda: host.parts(2) == 1 + is_put)
+    wait_until(lambda: host.has_part(2))
+    host.finish(2)
+
+
+def test_a_store_that_has_ended_is_an_error_at_once(host: Host) -> None:
+    """The port refuses connections: the error is that of the connection which broke."""
+    host.begin(2)
+    wait_until(lambda: host.has_part(2))
+    host.relay.close()
+    with pytest.raises(dist.DistNetworkError, match="recv"):
+        wait_until(partial(host.has_answer, 2))
+
+
+def test_a_round_that_ended_meanwhile_is_not_put_again(host: Host) -> None:
+    """The rank leaves a round while the network is cut, and does the next one after it."""
+    host.relay.cut()
+    host.begin(2)
+    wait_until(host.has_lost_connection)
+    host.link.end("2/out")
+    speaker = host.link._speaker
+    wait_until(lambda: not host.link._rounds and speaker._jobs.empty() and speaker._unanswered < 0)
+    host.relay.heal()
+    host.begin(3)
+    wait_until(lambda: host.has_part(3))
+    host.finish(3)
+    assert host.parts(2) == 0
+
+
+def test_a_store_that_is_stopped_gets_few_connections(host: Host) -> None:
+    """The store's host accepts connections, as its kernel does, and answers none; the rank looks twenty times more."""
+    count = len(host.relay._accepted)
+    host.relay.cut(accepts=True)
+    host.begin(2)
+    wait_until(host.has_lost_connection)
+    looks: list[int] = []
+    look = host.link._speaker.look
+
+    def look_counted() -> None:
+        looks.append(1)
+        look()
+
+    host.link._speaker.look = look_counted  # type: ignore[method-assign]
+    wait_until(lambda: len(looks) > 20)
+    assert len(host.relay._accepted) - count <= 2
+
+
+def test_closing_does_not_wait_for_a_network_that_is_cut(host: Host) -> None:
+    """The thread ends soon afterwards, and opens no connection when the network is back."""
+    host.relay.cut()
+    host.begin(2)
+    wait_until(host.has_lost_connection)
+    host.link.close()
+    thread = host.link._speaker._thread
+    assert thread is not None
+    wait_until(lambda: not thread.is_alive())
