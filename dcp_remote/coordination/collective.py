@@ -191,8 +191,8 @@ class Collective:
     def gather(self, value: V, decide: Callable[[list[V]], R]) -> R:
         """Send every rank's value to the coordinator, and return its decision on every rank.
 
-        Values are pickled, but for the coordinator's own. Each rank puts one key, and polls another, which all ranks
-        share. The coordinator deletes the values once it has put its decision.
+        Values are pickled, but for the coordinator's own. One rank of each host puts the values of its ranks, and polls
+        a key that all hosts share. The coordinator deletes the values once it has put its decision.
 
         Args:
             value: Value of this rank.
@@ -323,8 +323,8 @@ class Collective:
         return answers[0]
 
     def _contribute(self, value: object) -> Any:
-        """Send this rank's value and return the answer; send again under each new number of the operation."""
-        outcome, rank, data = self._outcome, self._member.rank, pickle.dumps(value)
+        """Send this rank's value and return the answer; send again under each new number, or if the link has failed."""
+        outcome, rank, data, is_linked = self._outcome, self._member.rank, pickle.dumps(value), True
         while True:
             # Once all ranks have met, the heartbeat's thread is soon enough.
             if not (outcome.has_met or self._member.last_met == outcome.keys.number - 1):
@@ -333,7 +333,7 @@ class Collective:
             keys, pauses, link = outcome.keys, self._member.polling_pauses(), self._member.link()
             series, key = keys.parts(self._round), keys.answer(self._round)
             try:
-                if link is not None and link.begin(series, series, key, data):
+                if is_linked and link is not None and link.begin(series, series, key, data):
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses, (link, key))
                 else:
                     if link is None:  # else nothing is free for another connection either
@@ -341,6 +341,11 @@ class Collective:
                     self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
                     outcome.wait(next(pauses))  # the coordinator has not even looked yet
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            except (OSError, RuntimeError):  # this rank leads, and no thread or descriptor is free to ask the store
+                if not is_linked:
+                    raise
+                is_linked = False
+                continue
             finally:
                 if link is not None:
                     link.end(key)

@@ -438,7 +438,10 @@ class HostLink:
             is_due = now >= one.since + _MERGE_SECONDS or (has_settled and one.sources >= everyone)
             if one.contributions and is_due:
                 one.told |= one.contributions
-                self._speaker.put(one)
+                try:
+                    self._speaker.put(one)
+                except RuntimeError as error:  # no thread can be started
+                    self._order(partial(self._finish, one.answer, error))
                 one.contributions = {}
 
     def _ping(self) -> None:
@@ -471,13 +474,11 @@ class HostLink:
             return
         if key in self._rounds or key in self._own:  # the answer may come twice, the second time in a later round
             self._documents.forget()
-        one = self._rounds.pop(key, None)
-        for member in one.sources - {None} if one is not None else ():
-            assert member is not None, "left out"
-            if isinstance(found, bytes):
-                member.send(("answer", key, found))
-        if one is not None:
+        if one := self._rounds.pop(key, None):
             self._speaker.forget(key)
+            for member in one.sources:
+                if member is not None and isinstance(found, bytes):
+                    member.send(("answer", key, found))
         if self._own.pop(key, None) is not None:
             self._arrived.put((key, found))
         if isinstance(found, Exception):
@@ -634,7 +635,7 @@ class _Speaker:
         # Looks from outside at the request under way, and their number beyond which the connection is silent. It is
         # another for each host, or all hosts of a store that is slow would connect at once.
         self._unanswered, self._unanswered_max = -math.inf, jitter(_PINGS_MAX, 2 * _PINGS_MAX)
-        self._broken_by: Exception | None = None  # error of the last connection
+        self._broken_by: Exception | None = None  # error of the last connection, until one answers
 
     def put(self, one: _Round) -> None:
         """Put the next part of a round, and poll for the answer until it comes, or is forgotten."""
@@ -675,7 +676,6 @@ class _Speaker:
             self._unanswered = 0
             try:
                 job()
-                self._unanswered_max = jitter(_PINGS_MAX, 2 * _PINGS_MAX)
             except Exception as error:  # noqa: BLE001  # raised where the answer is awaited
                 self._fail(error)
             self._unanswered = -math.inf
@@ -683,11 +683,12 @@ class _Speaker:
     def _fail(self, error: Exception) -> None:
         """Open another connection for the parts, once there is a way to the host; give up if the store has ended."""
         looks, self._looks, client, self._client = self._looks, {}, self._client, None
+        was_broken = self._broken_by is not None
         if client is not None:
             self._connect, self._broken_by = client.reopen, error
         is_gone = self._broken_by is None or isinstance(error, ConnectionRefusedError)
         is_lost = not is_gone and isinstance(error, (OSError, dist.DistNetworkError))
-        if is_lost and client is None:
+        if is_lost and was_broken:
             time.sleep(_PING_SECONDS)
         for answer in looks:
             self._deliver(answer, None if is_lost else self._broken_by or error)
@@ -707,6 +708,7 @@ class _Speaker:
             if due <= time.monotonic():
                 self._looks[answer] = time.monotonic() + next(pauses), pauses
                 data = self._client.get(answer)
+                self._unanswered_max, self._broken_by = jitter(_PINGS_MAX, 2 * _PINGS_MAX), None
                 if data:
                     del self._looks[answer]
                     self._deliver(answer, data)

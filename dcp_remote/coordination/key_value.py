@@ -193,8 +193,12 @@ class Client:
         return total
 
     def append(self, series: str, value: bytes) -> None:
-        """Put a value under the next key of a series, whose counter has the name of the series: two operations."""
+        """Put a value under the next key of a series, whose counter has the name of the series.
+
+        Three operations: the answer to the last says that the value has arrived.
+        """
         self.put(series_key(series, self.add(series, 1)), value)
+        self.has([series])
 
     def replace(self, key: str, value: bytes, by: bytes) -> bool:
         """Replace the value of a key if it is `value`, and return whether it was; both at most 4 MiB."""
@@ -302,7 +306,7 @@ def require_reachable(address: StoreAddress) -> None:
 def _sockets_to(address: StoreAddress) -> dict[int, int]:
     """Return the file descriptors of this process's connections to the port of a store, by inode.
 
-    None where `socket.setdefaulttimeout` was called: Python would make sockets that torch uses non-blocking.
+    Empty where `socket.setdefaulttimeout` was called: Python would make sockets that torch uses non-blocking.
     """
     found: dict[int, int] = {}
     if socket.getdefaulttimeout() is not None:

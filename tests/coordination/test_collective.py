@@ -102,7 +102,7 @@ class CountedStore:
 
 @pytest.mark.parametrize(("world_size", "reading"), [(2, 1), (8, 1 + 2), (64, 4 + 2)])
 def test_operations_on_the_store(world_size: int, reading: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four for each rank and round, three more, and those that read the parts; none that ask for verdicts."""
+    """Five for each rank and round, three more, and those that read the parts; none that ask for verdicts."""
     counts, connect = Counter[str](), key_value.open_connection
     monkeypatch.setattr(key_value, "open_connection", lambda store: CountedStore(connect(store), counts))
     read_verdicts, asked = Collective._read_verdicts, list[int]()
@@ -143,8 +143,8 @@ def test_operations_on_the_store(world_size: int, reading: int, monkeypatch: pyt
             "add": others,
             "set": others + 1,
             "delete_key": others + 2,
-            **({"compare_set": 1 + reading} if world_size == 2 else {}),
-            **({"compare_set": others, "check": reading - 2, "multi_get": 2} if world_size > 2 else {}),
+            **({"compare_set": 1 + reading, "check": 1} if world_size == 2 else {}),
+            **({"compare_set": others, "check": others + reading - 2, "multi_get": 2} if world_size > 2 else {}),
         }
 
 
@@ -197,6 +197,30 @@ def test_ranks_that_can_have_no_link_ask_over_the_connections_of_their_heartbeat
         for _ in range(2):
             assert [result.value for result in them.run(part)] == expected(4)
     assert set(taken) == {0}
+
+
+def test_ranks_whose_links_cannot_speak_ask_over_the_connections_of_their_heartbeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No process of the host may start the thread that asks the store for all of its ranks."""
+    start, refused, name = threading.Thread.start, list[threading.Thread](), uuid.uuid4().hex
+
+    def start_unless_speaker(thread: threading.Thread) -> None:
+        if thread.name == "dcp_remote-host-store":
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_speaker)
+
+    def part(ranks: RankGroup) -> object:
+        ranks._member._link_name = lambda: name
+        return together(ranks)
+
+    with rank_threads(4) as them:
+        for _ in range(2):
+            assert [result.value for result in them.run(part)] == expected(4)
+    assert refused
 
 
 @pytest.mark.parametrize("size_bytes", [1, 40_000])
@@ -270,7 +294,7 @@ def test_a_link_that_loses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose(client: Client, key: str, number: int) -> NoReturn:
-    raise dist.DistNetworkError("Broken pipe")
+    raise dist.DistStoreError("wait timeout")
 
 
 def test_a_part_that_is_never_put_and_one_that_is_put_twice(monkeypatch: pytest.MonkeyPatch) -> None:

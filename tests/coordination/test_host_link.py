@@ -580,14 +580,14 @@ def no_thread(*_arguments: object) -> None:
 
 
 def test_a_link_that_failed_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process may start no thread any more when the first part is due: the round ends, and so does the link."""
+    """A defect ends the thread of the link: the round ends, and so does the link."""
     link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
-    monkeypatch.setattr(_Speaker, "put", no_thread)
+    monkeypatch.setattr(_Speaker, "put", too_many_files)
     link.begin("1/slots", "1/in", "1/out", b"data")
     wait_until(lambda: link.failure is not None)
-    with pytest.raises(RuntimeError, match="new thread"):
+    with pytest.raises(OSError, match="Too many"):
         link.answer("1/out")
-    with pytest.raises(RuntimeError, match="new thread"):
+    with pytest.raises(OSError, match="Too many"):
         link.answer("2/out")
     link.close()
 
