@@ -62,7 +62,7 @@ _PING_SECONDS = 1.0
 _PINGS_MAX = 5
 # Pause before the next try to bind or connect: a process that has bound the name is about to listen, or has just died.
 _RETRY_SECONDS = 0.01
-_PASSING_ERRORS = {errno.ECONNREFUSED, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+_PASSING_ERRORS = {errno.ECONNREFUSED, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
 # Longest wait of `close` for each of the two threads.
 _CLOSE_SECONDS = 0.5
@@ -342,6 +342,8 @@ class HostLink:
             member.close()
             self._hear_member(member, None)
 
+        if self._may_join and self._leader is None and self._listening is None:
+            self._join()  # this rank has led, until an error of the store
     def _begin(self, one: _Round, data: bytes) -> None:
         if not self._own:
             self._next_ping = time.monotonic() + _PING_SECONDS
@@ -467,7 +469,7 @@ class HostLink:
         self._contribute_again()
 
     def _finish(self, key: str, found: bytes | Exception | None) -> None:
-        """Hand an answer to all that wait for it; or an error of the store to this rank, which leads no more."""
+        """Hand an answer to all that wait for it; or an error of the store to this rank, which lets another lead."""
         if found is None:  # the connection was lost, and parts may be
             if one := self._rounds.get(key):
                 one.contributions, one.is_again = one.told | one.contributions, True
@@ -482,7 +484,7 @@ class HostLink:
         if self._own.pop(key, None) is not None:
             self._arrived.put((key, found))
         if isinstance(found, Exception):
-            self._may_join = False
+            logger.info("rank %d: another rank speaks for this host: %s", self._rank, found)
             self._stop_leading()
 
     def _forget(self, source: _Connection | None, key: str) -> None:

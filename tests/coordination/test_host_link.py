@@ -536,16 +536,20 @@ def test_an_urgent_status_goes_behind_what_the_leader_has_not_taken(host: Host) 
 
 
 def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host) -> None:
-    """The rank that speaks raises the error; its member becomes the leader and gets the answer."""
+    """The rank that speaks raises the error; another becomes the leader, and in the next round also speaks for it."""
     failing = HostLink(host.name, 1, lambda: _raise(dist.DistNetworkError("gone")), lambda _: iter([0.01] * 1000))
     failing.begin("1/slots", "1/in", "1/out", b"data")
-    wait_until(lambda: failing._listening is not None or not failing._may_join)
+    wait_until(lambda: not failing._arrived.empty())
     (other,) = host.start(2)
     other.call(Rank.begin, 1, b"data")
     with pytest.raises(dist.DistNetworkError, match="gone"):
         wait_until(lambda: failing.answer("1/out"))
     host.collect(1, 1)
     host.finish(1, b"answer", [other])
+    failing.begin("2/slots", "2/in", "2/out", b"data")
+    assert host.collect(2, 1) == {1: b"data"}
+    host.client.put("2/out", b"answer")
+    wait_until(lambda: failing.answer("2/out") == b"answer")
     failing.close()
 
 
