@@ -576,8 +576,10 @@ class _Connection:
                     self._outbox.popleft()
         except BlockingIOError:
             pass
-        except OSError:  # the other side has ended, as the next read says
+        except OSError:  # the other side has ended, or a frame is lost: as the next read says
             self._outbox.clear()
+            with contextlib.suppress(OSError):
+                self._own.shutdown(socket.SHUT_RDWR)
         writes = selectors.EVENT_WRITE if self._outbox else 0
         self._selector.modify(self._own, selectors.EVENT_READ | writes, self._serve)
 

@@ -553,6 +553,48 @@ def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host)
     failing.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
+def test_a_frame_that_is_lost_is_sent_again(host: Host, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has no memory for a frame of a member, which connects again."""
+    host.link(1)
+    link = HostLink(host.name, 2, lambda: host.client, lambda _: iter([0.01] * 1000))
+    link.start()
+    wait_until(lambda: link._leader is not None)
+    assert link._leader is not None
+    own, send, failed = link._leader._own, socket.socket.send, list[int]()
+
+    def send_later(one: socket.socket, data: bytes) -> int:
+        if one is own and not failed:
+            failed.append(number)
+            raise OSError(number, os.strerror(number))
+        return send(one, data)
+
+    monkeypatch.setattr(socket.socket, "send", send_later)
+    link.begin("1/slots", "1/in", "1/out", b"data")
+    assert host.collect(1, 1) == {2: b"data"}
+    host.client.put("1/out", b"answer")
+    wait_until(lambda: link.answer("1/out") == b"answer")
+    assert failed
+    link.close()
+
+
+def test_a_sandbox_that_does_not_tell_who_connects(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that cannot know a member refuses it; both go on, each for itself."""
+    link = HostLink(host.name, 1, lambda: host.client, lambda _: iter([0.01] * 1000))
+    link.begin("0/slots", "0/in", "0/out", b"")
+    wait_until(lambda: link._listening is not None)
+    monkeypatch.setattr(host_link, "_peer_of", too_many_files)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(30)
+        stranger.connect(link._address)
+        assert stranger.recv(1) == b""
+    host.collect(0, 1)
+    host.client.put("0/out", b"answer")
+    wait_until(lambda: link.answer("0/out") == b"answer")
+    assert link.failure is None
+    link.close()
+
+
 def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> None:
     """Close a link that never began, one that waits for an answer, and one that waits for the store."""
 
