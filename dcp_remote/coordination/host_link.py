@@ -320,16 +320,15 @@ class HostLink:
     def _accept(self, listening: socket.socket) -> None:
         try:
             connection = _open_sockets(lambda: (listening.accept()[0],))[0]
-        except BlockingIOError:
-            return
         except OSError:  # no free file descriptor: the member speaks for itself after some pings
             time.sleep(_TICK_SECONDS)
             return
-        if _peer_of(connection)[1] != os.geteuid():
-            connection.close()
-            return
-        self._members.add(_Connection(connection, self._selector, self._hear_member))
-        self._connected_at = time.monotonic()
+        with contextlib.suppress(OSError):  # in a sandbox that does not tell who connects
+            if _peer_of(connection)[1] == os.geteuid():
+                self._members.add(_Connection(connection, self._selector, self._hear_member))
+                self._connected_at = time.monotonic()
+                return
+        connection.close()
 
     def _stop_leading(self) -> None:
         """Let another rank lead: free the name, then end the connections."""
@@ -342,9 +341,9 @@ class HostLink:
             member.close()
             self._hear_member(member, None)
 
+    def _begin(self, one: _Round, data: bytes) -> None:
         if self._may_join and self._leader is None and self._listening is None:
             self._join()  # this rank has led, until an error of the store
-    def _begin(self, one: _Round, data: bytes) -> None:
         if not self._own:
             self._next_ping = time.monotonic() + _PING_SECONDS
         self._own[one.answer] = one, data
@@ -403,6 +402,7 @@ class HostLink:
             case None if self._leader is leader:
                 self._leader = self.news = None
                 self._wake()
+                time.sleep(_RETRY_SECONDS)  # a leader that refuses this rank would be asked without end
                 self._join()
         self._documents.hear_leader(frame)
 
