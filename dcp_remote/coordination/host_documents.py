@@ -17,10 +17,9 @@ fetches for itself. The receiver verifies the bytes as it verifies those of the 
 from __future__ import annotations
 
 import logging
-import pickle
 import queue
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 logger = logging.getLogger(__name__)
@@ -37,13 +36,10 @@ _PATIENCE_SECONDS = 5.0
 _KEPT_BYTES_MAX = 64 * 2**20
 
 
-class SharedFrame(tuple[Any, ...]):  # noqa: SLOT001  # `encoded` is kept
-    """Frame that is sent to several ranks, and pickled once."""
+class SharedFrame(tuple[Any, ...]):  # noqa: SLOT001  # `sealed` is kept
+    """Frame that is sent to several ranks, and encoded once."""
 
-    @cached_property
-    def encoded(self) -> bytes:
-        """Pickled frame."""
-        return pickle.dumps(tuple(self))
+    sealed: tuple[bytes, bytes] | None = None
 
 
 class HostDocuments:

@@ -8,8 +8,8 @@ its own, and sends the status of the coordinator back, its news.
 
 - A leader that dies or closes: its connections end. Each member tries to bind the name; the one that can is the next
   leader. Each member sends again what has no answer yet.
-- A leader that is stopped: it answers no ping, and sends no news. Each member speaks to the store itself until the
-  leader answers again.
+- A leader whose process is stopped: it answers no ping, and sends no news. Each member speaks to the store itself until
+  the leader answers again.
 - A connection to the store that breaks, or is silent for long: the leader puts the parts again, over another.
 - A system without abstract sockets, or a name that a process of another user has bound: each rank speaks for itself.
 
@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import errno
 import hashlib
+import hmac
 import logging
 import math
 import os
@@ -69,7 +70,7 @@ _CLOSE_SECONDS = 0.5
 
 _BACKLOG = 1024
 _READ_BYTES = 2**20
-_LENGTH = struct.Struct("!Q")
+_HEAD = struct.Struct("!Q32s")  # length and HMAC of a pickled frame
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -99,7 +100,7 @@ class HostLink:
     rank takes part in a round or not, until it is closed.
 
     Args:
-        name: Name of the link, the same on all ranks of a group; only they know it.
+        name: Name of the link, the same on all ranks of a group; only they know it, and seal all frames with it.
         rank: Rank of this process, within the group.
         connect: Returns a client of the store; called in a thread of the link.
         pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
@@ -120,7 +121,8 @@ class HostLink:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Start nothing; `start` starts the thread."""
-        self._address = b"\0dcp_remote/" + hashlib.sha256(name.encode()).hexdigest().encode()
+        self._key = name.encode()
+        self._address = b"\0dcp_remote/" + hashlib.sha256(self._key).hexdigest().encode()
         self._rank = rank
         self._wake = wake
         self.news: News | None = None
@@ -147,8 +149,7 @@ class HostLink:
         self._leader: _Connection | None = None  # of a member
         self._documents = HostDocuments(self._order, self._tell_leader)
         self._may_join = sys.platform == "linux"
-        self._pings = 0  # without an answer
-        self._next_ping = 0.0
+        self._pings, self._next_ping = 0, 0.0  # pings without an answer, and the moment of the next
 
     def start(self) -> bool:
         """Start the thread, unless it was started; return False if there can be none, or no file descriptor is free."""
@@ -265,8 +266,6 @@ class HostLink:
         except Exception as error:  # a defect: the caller must not wait for ever
             logger.exception("rank %d: the link between the ranks of this host failed", self._rank)
             self.failure = error
-            for answer in self._own:
-                self._arrived.put((answer, error))
         finally:
             self._stop_leading()
             if self._leader is not None:
@@ -285,8 +284,7 @@ class HostLink:
                 self._bind_or_connect()
                 break
             except OSError as error:
-                is_passing = error.errno in _PASSING_ERRORS
-                if not is_passing or time.monotonic() >= end:
+                if error.errno not in _PASSING_ERRORS or time.monotonic() >= end:
                     self._may_join = False
                     logger.info("rank %d: no link to the other ranks of this host: %s", self._rank, error)
                 time.sleep(_RETRY_SECONDS)
@@ -315,7 +313,7 @@ class HostLink:
             except OSError:
                 own.close()
                 raise
-            self._leader, self._pings = _Connection(own, self._selector, self._hear_leader), 0
+            self._leader, self._pings = _Connection(own, self._selector, self._hear_leader, self._key), 0
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -325,7 +323,7 @@ class HostLink:
             return
         with contextlib.suppress(OSError):  # in a sandbox that does not tell who connects
             if _peer_of(connection)[1] == os.geteuid():
-                self._members.add(_Connection(connection, self._selector, self._hear_member))
+                self._members.add(_Connection(connection, self._selector, self._hear_member, self._key))
                 self._connected_at = time.monotonic()
                 return
         connection.close()
@@ -351,13 +349,11 @@ class HostLink:
 
     def _contribute(self, one: _Round, data: bytes) -> None:
         """Send what this rank contributes to the leader, unless this rank leads, or the leader is stopped."""
-        if self._leader is None:
-            self._merge(None, one, self._rank, data)
-        elif self._pings < _PINGS_MAX:
+        if self._leader is not None and self._pings < _PINGS_MAX:
             self._leader.send(("begin", one, self._rank, data))
-        else:
-            self.spoken_alone += 1
-            self._merge(None, one, self._rank, data)
+            return
+        self.spoken_alone += self._leader is not None
+        self._merge(None, one, self._rank, data)
 
     def _contribute_again(self) -> None:
         """Send again what has no answer yet, but for what this rank speaks for already."""
@@ -488,8 +484,7 @@ class HostLink:
             self._stop_leading()
 
     def _forget(self, source: _Connection | None, key: str) -> None:
-        one = self._rounds.get(key)
-        if one is not None:
+        if one := self._rounds.get(key):
             one.sources.discard(source)
             if not one.sources:
                 del self._rounds[key]
@@ -528,24 +523,31 @@ class _Connection:
         own: Socket, which does not block.
         selector: Selector of the thread that uses the connection.
         hear: Called with this connection and each frame; with None when the connection has ended.
+        key: Key of the frames: what another process of this user sends is never unpickled, and ends the connection.
     """
 
     def __init__(
-        self, own: socket.socket, selector: selectors.BaseSelector, hear: Callable[[_Connection, Any], None]
+        self, own: socket.socket, selector: selectors.BaseSelector, hear: Callable[[_Connection, Any], None], key: bytes
     ) -> None:
         """Register the socket."""
         self.pid = _peer_of(own)[0]
         self._own = own
         self._selector = selector
         self._hear = hear
+        self._key = key
         self._inbox = bytearray()
         self._outbox: deque[memoryview] = deque()
         selector.register(own, selectors.EVENT_READ, self._serve)
 
     def send(self, frame: tuple[Any, ...]) -> None:
         """Send a frame, as soon as the other side takes it; nothing if the connection has ended."""
-        data = frame.encoded if isinstance(frame, SharedFrame) else pickle.dumps(frame)
-        self._outbox += [memoryview(_LENGTH.pack(len(data))), memoryview(data)]
+        sealed = frame.sealed if isinstance(frame, SharedFrame) else None
+        if sealed is None:
+            data = pickle.dumps(tuple(frame))
+            sealed = _HEAD.pack(len(data), hmac.digest(self._key, data, "sha256")), data
+        if isinstance(frame, SharedFrame):
+            frame.sealed = sealed
+        self._outbox += map(memoryview, sealed)
         self._flush()
 
     def offer(self, frame: tuple[Any, ...]) -> None:
@@ -601,12 +603,15 @@ class _Connection:
             self._hear(self, None)
 
     def _take_frames(self) -> Iterator[Any]:
-        while len(self._inbox) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._inbox)[0]
+        while len(self._inbox) >= _HEAD.size:
+            length, seal = _HEAD.unpack_from(self._inbox)
+            end = _HEAD.size + length
             if len(self._inbox) < end:
                 return
-            with memoryview(self._inbox) as whole:
-                frame = pickle.loads(whole[_LENGTH.size : end])  # noqa: S301  # of this user's process
+            with memoryview(self._inbox) as whole, whole[_HEAD.size : end] as data:
+                if not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
+                    raise ValueError("a frame of a process that is no rank of the group")
+                frame = pickle.loads(data)  # noqa: S301  # of a rank of the group
             del self._inbox[:end]
             yield frame
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
 import pickle
 import queue
@@ -417,10 +418,12 @@ def test_values_of_many_mebibytes(host: Host) -> None:
 
 
 def test_connections_of_others_change_nothing(host: Host) -> None:
-    """A process connects and says nothing, or breaks off in the middle of a frame, or sends what is no frame."""
+    """A process connects and says nothing, breaks off in the middle of a frame, or sends none, or one of its own."""
     leader, other = host.link(1, 2)
     address = HostLink(host.name, 0, lambda: host.client, lambda _: iter(()))._address
-    sent = (b"", b"\0\0\0\0\0\0\1\0half", (4).to_bytes(8, "big") + b"junk", b"\xff" * 100)
+    forged = pickle.dumps(("end", "1/out"))
+    seal = hmac.digest(address, forged, "sha256")
+    sent = (b"", b"\0\0\0\0\0\0\1\0half", b"\xff" * 100, len(forged).to_bytes(8, "big") + seal + forged)
     strangers = [socket.socket(socket.AF_UNIX) for _ in sent]
     try:
         for stranger, data in zip(strangers, sent, strict=True):
@@ -430,6 +433,8 @@ def test_connections_of_others_change_nothing(host: Host) -> None:
             one.call(Rank.begin, 1, b"data")
         assert host.collect(1, 2) == dict.fromkeys((1, 2), b"data")
         host.finish(1, b"answer", [leader, other])
+        strangers[-1].settimeout(30)
+        assert strangers[-1].recv(1) == b"", "the connection is ended"
     finally:
         for stranger in strangers:
             stranger.close()
