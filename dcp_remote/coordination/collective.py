@@ -338,7 +338,8 @@ class Collective:
                 else:
                     if link is None:  # else nothing is free for another connection either
                         self._client = self._client or self._member.take_client()
-                    self._ask(partial(Client.append, series=series, value=pickle.dumps({rank: data})))
+                    part, is_confirmed = pickle.dumps({rank: data}), link is not None  # asked again if it breaks
+                    self._ask(partial(Client.append, series=series, value=part, is_confirmed=is_confirmed))
                     outcome.wait(next(pauses))  # the coordinator has not even looked yet
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
             except (OSError, RuntimeError):  # this rank leads, and no thread or descriptor is free to ask the store

@@ -192,13 +192,14 @@ class Client:
         self._on_answer()
         return total
 
-    def append(self, series: str, value: bytes) -> None:
-        """Put a value under the next key of a series, whose counter has the name of the series.
+    def append(self, series: str, value: bytes, *, is_confirmed: bool = False) -> None:
+        """Put a value under the next key of a series, whose counter has the name of the series: two operations.
 
-        Three operations: the answer to the last says that the value has arrived.
+        If it is to be confirmed, a third: its answer says that the value has arrived.
         """
         self.put(series_key(series, self.add(series, 1)), value)
-        self.has([series])
+        if is_confirmed:
+            self.has([series])
 
     def replace(self, key: str, value: bytes, by: bytes) -> bool:
         """Replace the value of a key if it is `value`, and return whether it was; both at most 4 MiB."""
