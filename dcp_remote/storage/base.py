@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
@@ -162,7 +162,7 @@ class ObjectStore(Protocol):
 
 
 class PlacedStore:
-    """Base class of stores that have a URL in parts, `_place`: the URL as text, and in texts on their objects."""
+    """Base class of stores that have a URL in parts, `_place`: the URL as text, in texts on objects, and of children."""
 
     _place: ParsedUrl
 
@@ -174,6 +174,12 @@ class PlacedStore:
     def url(self) -> str:
         """URL of this store in canonical form: percent-encoded for files, without the endpoint for clouds."""
         return self._place.canonical
+
+    def child(self, prefix: str) -> Self:
+        """Implement `ObjectStore.child`. The child has all attributes of this store but the URL."""
+        child = type(self).__new__(type(self))
+        vars(child).update(vars(self), _place=self._place.child(prefix))
+        return child
 
     def _named(self, key: str) -> str:
         """Return the URL of an object or prefix; that of the store if `key` is empty."""

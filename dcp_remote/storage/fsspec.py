@@ -143,12 +143,7 @@ def open_fsspec_store(filesystem: AbstractFileSystem, path: str | os.PathLike[st
     endpoint_url = filesystem.endpoint_url or filesystem.client_kwargs.get("endpoint_url")
     if endpoint_url is not None:
         check_endpoint(endpoint_url, named="The endpoint_url of the file system")
-    return _open_s3fs_store(parsed, filesystem.storage_args, filesystem.storage_options)
-
-
-def _open_s3fs_store(parsed: ParsedUrl, arguments: Sequence[object], options: Mapping[str, object]) -> FsspecStore:
-    """Open a bucket and prefix by the positional and keyword arguments of an `S3FileSystem`. Sends no request."""
-    return FsspecStore(parsed, _Connection(arguments, options))
+    return FsspecStore(parsed, _Connection(filesystem.storage_args, filesystem.storage_options))
 
 
 class FsspecStore(PlacedStore):
@@ -167,20 +162,6 @@ class FsspecStore(PlacedStore):
         """Store the URL and the connection; sends no request."""
         self._place = parsed
         self._connection = connection
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the arguments of the file system, including explicit credentials; a session cannot be pickled."""
-        arguments, options = self._connection.given
-        if options.get("session") is not None:
-            raise InvalidArgumentError(
-                "A file system that was created with a `session` cannot be sent to other processes: create it with "
-                "`profile`, or `key` and `secret`, or take credentials from the environment."
-            )
-        return _open_s3fs_store, (self._place, arguments, options)
-
-    def child(self, prefix: str) -> FsspecStore:
-        """Implement `ObjectStore.child`."""
-        return FsspecStore(self._place.child(prefix), self._connection)
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request; nothing is cached."""
@@ -374,6 +355,15 @@ class _Connection:
         self._lock = threading.Lock()
         self._filesystem: Any = None
         self._pid: int | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the arguments of the file system, including explicit credentials; a session cannot be pickled."""
+        if self.given[1].get("session") is not None:
+            raise InvalidArgumentError(
+                "A file system that was created with a `session` cannot be sent to other processes: create it with "
+                "`profile`, or `key` and `secret`, or take credentials from the environment."
+            )
+        return _Connection, self.given
 
     def filesystem(self) -> Any:
         """Return the file system; refused in a process that was forked after the first request."""

@@ -19,6 +19,7 @@ import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Self
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.mounts import swap_refusal
@@ -106,19 +107,15 @@ class LocalStore(PlacedStore):
         self._place = ParsedUrl("file", "", os.path.abspath(os.fspath(root)).lstrip("/"))
         self._root = _Root(self._place.path, allow_network_replace=allow_network_replace)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the root, the trust in its locks, and the folder of this store."""
-        return _reopen, (self._root, self._place)
-
     @property
     def capabilities(self) -> Capabilities:
         """Implement `ObjectStore.capabilities`. Swaps need a file system that locks, or that the caller trusts."""
         return self._root.capabilities
 
-    def child(self, prefix: str) -> LocalStore:
+    def child(self, prefix: str) -> Self:
         """Implement `ObjectStore.child`. The child shares the root's hidden folder."""
         self._path(prefix)  # refuses the hidden folder
-        return _reopen(self._root, self._place.child(prefix))
+        return super().child(prefix)
 
     def parent(self) -> LocalStore | None:
         """Return the store of the folder above, to be listed; None for the root. Not part of the contract."""
@@ -312,9 +309,3 @@ def _info(key: str, status: os.stat_result) -> ObjectInfo | None:
 def _is_shown(name: str) -> bool:
     # Undecodable bytes become surrogates, which neither a manifest nor a log can hold.
     return name != HIDDEN_FOLDER and not any("\ud800" <= character <= "\udfff" for character in name)
-
-
-def _reopen(root: _Root, place: ParsedUrl) -> LocalStore:
-    store = LocalStore.__new__(LocalStore)
-    store._root, store._place = root, place
-    return store

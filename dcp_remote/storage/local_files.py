@@ -134,14 +134,9 @@ class Temporary:
 
     def close(self) -> None:
         """Unlock and close the file, so that others may replace it. Safe to call again."""
-        if self._descriptor < 0:
-            return
-        # Unlocked explicitly, since a process forked meanwhile (a data loader's worker) has a copy of the descriptor,
-        # through which it would go on holding the lock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
+        if descriptor >= 0:
+            _unlock(descriptor)
 
     def _mark_as_alive(self) -> None:
         try:
@@ -210,7 +205,8 @@ def locked(path: str, *, writable: bool) -> Iterator[os.stat_result]:
 
 
 def _unlock(descriptor: int) -> None:
-    # Unlocked explicitly because of forked processes; see `Temporary.close`.
+    # Unlocked explicitly, since a process forked meanwhile (a data loader's worker) has a copy of the descriptor,
+    # through which it would go on holding the lock.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

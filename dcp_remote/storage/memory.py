@@ -97,12 +97,6 @@ class MemoryStore(PlacedStore):
             )
         return _named_store, (self._name, self._place.prefix)
 
-    def child(self, prefix: str) -> MemoryStore:
-        """Implement `ObjectStore.child`."""
-        child = MemoryStore.__new__(MemoryStore)
-        vars(child).update(vars(self), _place=self._place.child(prefix))
-        return child
-
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`."""
         return _info(key, self._find(key))

@@ -90,15 +90,8 @@ class Provider(ABC):
         """Return all texts that no message may show: secrets of the options and credentials in use."""
         return self.options.secrets()
 
-    def reads_directly(self) -> bool:
-        """Return whether ranges may be read by signed URLs: where signing costs no request."""
-        return False
-
     def sign_get(self, client: Client, path: str) -> str | None:
-        """Return a signed URL for a GET, a secret; None if obstore has to read, because a proxy is in between.
-
-        Called where `reads_directly` is True.
-        """
+        """Return a signed URL for a GET, a secret; None if obstore has to read, or if signing costs a request."""
         return None
 
     def credentials_number(self) -> int:

@@ -133,14 +133,12 @@ class S3(Provider):
         in_use = self._credentials.secrets if self._credentials is not None else ()
         return [*self.options.secrets(), *in_use]
 
-    def reads_directly(self) -> bool:
-        """Implement `Provider.reads_directly`."""
-        return self.options.direct_reads and not self.options.anon
-
     def sign_get(self, client: Client, path: str) -> str | None:
         """Implement `Provider.sign_get`."""
         assert isinstance(client, S3Store)
-        return None if self.endpoint().has_proxy else obstore.sign(client, "GET", path, _SIGNED_FOR)
+        if not self.options.direct_reads or self.options.anon or self.endpoint().has_proxy:
+            return None
+        return obstore.sign(client, "GET", path, _SIGNED_FOR)
 
     def credentials_number(self) -> int:
         """Implement `Provider.credentials_number`: each client keeps the credentials that it was given."""

@@ -135,10 +135,6 @@ class CloudStore(PlacedStore):
         """Seconds until a `get` was answered, without its body: the least so far, 0 at first. Not in the contract."""
         return self._bucket.latency_seconds
 
-    def child(self, prefix: str) -> CloudStore:
-        """Implement `ObjectStore.child`."""
-        return CloudStore(self._place.child(prefix), self._bucket)
-
     def parent(self) -> CloudStore | None:
         """Return the store of the folder above; None for the bucket. Not part of the contract."""
         above = self._place.parent()
@@ -219,7 +215,7 @@ class CloudStore(PlacedStore):
     def _read_directly(self, path: str, start: int, buffer: memoryview, hedge: Callable[[], memoryview]) -> Outcome:
         """Try to read a range directly; "skipped" also where ranges are never read so."""
         provider, size_bytes = self._provider, len(buffer)
-        if not provider.reads_directly() or is_reread():
+        if is_reread():
             return "skipped"
         is_overloaded = self._bucket.throttle.is_overloaded  # so that no second requests are sent
         return self._bucket.direct.read(
