@@ -56,14 +56,14 @@ def du(
     say_unreadable(out, usage)
     if catalog.entries:
         steps = [
-            (str(entry.step), human_bytes(entry.size_bytes), _format(own_bytes[entry]), _format(shared_bytes[entry]))
+            (str(entry.step), *map(human_bytes, (entry.size_bytes, own_bytes[entry], shared_bytes[entry])))
             for entry in catalog.entries
         ]
         out.say("", *format_rows([("step", "size", "used by no other", "shared"), *steps], right=(True,) * 4))
         tops = [(top or TOP_LEVEL, human_bytes(stored), human_bytes(own)) for top, (stored, own) in keys.items()]
         out.say("", *format_rows([("key", "stored", "used by one step"), *tops], right=(False, True, True)), "")
     out.say(f"stored in total: {human_bytes(stored_bytes)} in {format_count(len(listed), 'object')}")
-    out.say(f"of which orphans: {_format(orphan_bytes)} (`dcp-remote gc` tells which are old)")
+    out.say(f"of which orphans: {human_bytes(orphan_bytes)} (`dcp-remote gc` tells which are old)")
     if dollars is not None:
         out.say(f"cost: {dollars:,.2f} dollars a month")
     out.give(
@@ -81,7 +81,3 @@ def du(
         }
     )
     return bool(usage.unreadable)
-
-
-def _format(size_bytes: int | None) -> str:
-    return "?" if size_bytes is None else human_bytes(size_bytes)

@@ -21,6 +21,7 @@ from dcp_remote.common.text import human_bytes, human_seconds, join_some
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Entry
 from dcp_remote.run.gc import TIMEOUT_SECONDS
+from dcp_remote.run.info import find_seconds
 from dcp_remote.run.usage import Usage, read_usage
 from dcp_remote.storage import open_store
 from dcp_remote.storage.url import is_remote
@@ -101,7 +102,7 @@ def _make_parts(catalog: Catalog, usage: Usage) -> Iterator[Markup]:
 
 def _show_checkpoints(entries: Sequence[Entry], jobs: Sequence[list[Entry]], usage: Usage) -> Iterator[Markup]:
     yield page.element("h2", "Checkpoints")
-    at = {entry: (seconds, entry.step) for entry in entries if (seconds := _find_seconds(entry)) is not None}
+    at = {entry: (seconds, entry.step) for entry in entries if (seconds := find_seconds(entry.created)) is not None}
     lines = [line for job in jobs if (line := [at[entry] for entry in job if entry in at])]
     timeline = [
         *(Series("link", (before[-1], after[0])) for before, after in pairwise(lines)),
@@ -121,8 +122,7 @@ def _show_checkpoints(entries: Sequence[Entry], jobs: Sequence[list[Entry]], usa
     yield page.element("p", "What was deleted is in no document: a gap may be due to retention.")
     rows = []
     for entry, own in own_bytes.items():
-        shared = "?" if own is None else human_bytes(entry.size_bytes - own)
-        used = (human_bytes(entry.size_bytes), "?" if own is None else human_bytes(own), shared)
+        used = map(human_bytes, (entry.size_bytes, own, None if own is None else entry.size_bytes - own))
         state = [f"without {', '.join(entry.thinned)}"] if entry.thinned else []
         state += ["pinned"] * entry.pinned + ["abandoned"] * entry.abandoned
         numbers = (str(entry.step), str(entry.token), entry.created, *used)
@@ -138,7 +138,7 @@ def _describe_jobs(jobs: Iterable[list[Entry]], usage: Usage) -> Iterator[tuple[
         beginning = ""
         if before:
             reached = max(entry.step for entry in before)
-            began, ended = _find_seconds(job[0]), _find_seconds(before[-1])
+            began, ended = find_seconds(job[0].created), find_seconds(before[-1].created)
             pause = "" if began is None or ended is None else f", {human_seconds(max(0.0, began - ended))} later"
             has_gone_back = min(entry.step for entry in job) <= reached
             beginning = f"{'went back from' if has_gone_back else 'went on after'} step {reached}{pause}"
@@ -168,15 +168,6 @@ def _show_metrics(entries: Sequence[Entry]) -> Iterator[Markup]:
         for entry, metrics in values.items()
     ]
     yield page.table(f"{len(names)} of {len(counts)} metrics", ("step", *names), rows, right=1 + len(names))
-
-
-def _find_seconds(entry: Entry) -> float | None:
-    """Return the time of a save in seconds since 1970; None if the text in the catalog is no time."""
-    try:
-        found = datetime.fromisoformat(entry.created)
-        return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).timestamp()
-    except (ValueError, OverflowError):
-        return None
 
 
 def _format_time(seconds: float) -> str:

@@ -36,8 +36,10 @@ def shorten(text: str) -> str:
     return text if len(text) <= _LISTED_CHARACTERS_MAX else f"{text[:_LISTED_CHARACTERS_MAX]}…"
 
 
-def human_bytes(size_bytes: int) -> str:
-    """Return a size with a binary unit: `1.5 GiB` for 1610612736."""
+def human_bytes(size_bytes: int | None) -> str:
+    """Return a size with a binary unit: `1.5 GiB` for 1610612736; `?` for one that is not known."""
+    if size_bytes is None:
+        return "?"
     size = float(size_bytes)
     for unit in _UNITS:
         if size < _STEP or unit == _UNITS[-1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import UTC, datetime
 
 from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import InvalidArgumentError
@@ -79,12 +79,19 @@ def latest(
     return CheckpointInfo.of(entry) if entry is not None else None
 
 
-def find_age_seconds(created: str, now_seconds: float) -> float | None:
-    """Return the seconds since a time of a catalog, ISO 8601; None if the text is no time. Pure."""
+def find_seconds(created: str) -> float | None:
+    """Return a time of a catalog, ISO 8601, in seconds since 1970; None if the text, which may be any, is no time."""
     try:
-        return max(0.0, now_seconds - datetime.fromisoformat(created).timestamp())
-    except ValueError:
+        found = datetime.fromisoformat(created)
+        return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).timestamp()
+    except (ValueError, OverflowError):
         return None
+
+
+def find_age_seconds(created: str, now_seconds: float) -> float | None:
+    """Return the seconds since a time of a catalog; None if the text is no time. Pure."""
+    seconds = find_seconds(created)
+    return None if seconds is None else max(0.0, now_seconds - seconds)
 
 
 def catalog_of(

@@ -162,7 +162,7 @@ class ObjectStore(Protocol):
 
 
 class PlacedStore:
-    """Base class of stores that have a URL in parts, `_place`: the URL as text, in texts on objects, and of children."""
+    """Base class of stores that have a URL in parts, `_place`: the URL as text, for objects, and for children."""
 
     _place: ParsedUrl
 
