@@ -58,7 +58,7 @@ class Clients:
         seconds = self.request_seconds(size_bytes)
         settings = (download, delete_singly, seconds)
         with self._lock:
-            number = self._provider.credentials_number()
+            number = self._provider.credentials.changes
             if number != self._credentials_number:
                 self._clients.clear()
                 self._credentials_number = number

@@ -29,19 +29,26 @@ _FAILED_SECONDS = 30.0
 
 
 class S3Credentials:
-    """Credentials of a botocore session for obstore, which calls this object in a thread to get fresh ones."""
+    """Credentials of a botocore session for obstore, which calls this object in a thread to get fresh ones.
 
-    def __init__(self, credentials: Credentials) -> None:
+    Attributes:
+        source: Credentials that botocore has found; None before they are searched, and on other clouds.
+        last_given: Those that requests are signed with now; None before the first signed request.
+        changes: Number of times that there were other credentials than before: older clients have the old ones.
+        error: Error of the last renewal, if it has failed.
+    """
+
+    def __init__(self, source: Credentials | None = None) -> None:
         """Fetch nothing."""
-        self._credentials = credentials
+        self.source = source
         self._before: ReadOnlyCredentials | None = None
-        self.last_given: ReadOnlyCredentials | None = None  # returned by the last call; None before the first
-        self.changes = 0  # number of times that there were other credentials than before
-        self.error: Exception | None = None  # of the last call
+        self.last_given: ReadOnlyCredentials | None = None
+        self.changes = 0
+        self.error: Exception | None = None
 
-    def replace(self, credentials: Credentials) -> None:
+    def replace(self, source: Credentials) -> None:
         """Use other credentials from now on."""
-        self._credentials = credentials
+        self.source = source
         self._before, self.last_given = self.last_given, None
         self.changes += 1
 
@@ -51,24 +58,30 @@ class S3Credentials:
         known = (keys for keys in (self._before, self.last_given) if keys is not None)
         return tuple(text for keys in known for text in (keys.access_key, keys.secret_key, keys.token) if text)
 
+    def take_error(self) -> Exception | None:
+        """Return why the last renewal by obstore failed, and forget it; None if it did not fail."""
+        error, self.error = self.error, None
+        return error
+
     def __call__(self) -> S3Credential:
         """Return credentials as obstore wants them, with an expiry after which obstore calls again.
 
         If a renewal fails, return the last credentials once more: botocore begins ten minutes before they expire, so
         the issuing service may be back in time.
         """
-        valid_seconds, credentials = _VALID_SECONDS, self._credentials
+        valid_seconds, source = _VALID_SECONDS, self.source
+        assert source is not None, "obstore gets this object once there are credentials"
         try:
-            frozen = credentials.get_frozen_credentials()
+            frozen = source.get_frozen_credentials()
         except (BotoCoreError, ClientError, OSError, ValueError) as error:
-            if credentials is not self._credentials:
+            if source is not self.source:
                 return self()  # replaced meanwhile
             if self.last_given is None:
-                # obstore would turn the error into a text: keep it for `S3.take_credentials_error`.
+                # obstore would turn the error into a text: keep it for `take_error`.
                 self.error = error
                 raise
             frozen, valid_seconds = self.last_given, _OBSTORE_REFRESH_SECONDS + _FAILED_SECONDS
-        if credentials is not self._credentials:
+        if source is not self.source:
             return self()
         self.error = None  # an earlier error that was never taken
         if self.last_given is not None and frozen != self.last_given:

@@ -50,7 +50,7 @@ def raise_failure(error: Exception, request: FailedRequest, provider: Provider) 
         StorageError: Or another class, as `ObjectStore` documents for its verbs.
     """
     what = ""
-    credentials_error = provider.take_credentials_error()
+    credentials_error = provider.credentials.take_error()
     if credentials_error is not None:
         error, what = credentials_error, "The credentials cannot be renewed."
     secrets = provider.secrets()

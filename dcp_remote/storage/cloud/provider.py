@@ -13,6 +13,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_remote.errors import BucketNotFoundError
 from dcp_remote.storage.base import Version, quote_etag
+from dcp_remote.storage.cloud.credentials import S3Credentials
 from dcp_remote.storage.cloud.errors import NO_SUCH_BUCKET_CODE, CloudError
 from dcp_remote.storage.cloud.options import CloudOptions, parse_options
 
@@ -51,6 +52,7 @@ class Provider(ABC):
         """Store the arguments; nothing is created or sent."""
         self.bucket = bucket
         self.options = options
+        self.credentials = S3Credentials()  # stays empty where obstore has credentials of its own
 
     @classmethod
     def parse(cls, bucket: str, options: Mapping[str, object]) -> Self:
@@ -88,27 +90,15 @@ class Provider(ABC):
 
     def secrets(self) -> list[str]:
         """Return all texts that no message may show: secrets of the options and credentials in use."""
-        return self.options.secrets()
+        return [*self.options.secrets(), *self.credentials.secrets]
 
     def sign_get(self, client: Client, path: str) -> str | None:
         """Return a signed URL for a GET, a secret; None if obstore has to read, or if signing costs a request."""
         return None
 
-    def credentials_number(self) -> int:
-        """Return a value that changes with the credentials: clients that were opened before have the old ones."""
-        return 0
-
-    def get_signing_credentials(self) -> ReadOnlyCredentials | None:
-        """Return the credentials that requests are signed with now; None if obstore has credentials of its own."""
-        return None
-
     def renew_credentials(self, refused: ReadOnlyCredentials | None) -> bool:
         """Look for credentials other than the refused ones; return whether any were found for the next request."""
         return False
-
-    def take_credentials_error(self) -> Exception | None:
-        """Return why the last renewal by obstore failed, and forget it; None if it did not fail."""
-        return None
 
     def diagnose(self, prefix: str, *, listing: bool = False, reuse: bool = False) -> CloudError | None:
         """Find out why requests below a prefix fail, by one request; None if nothing is found.

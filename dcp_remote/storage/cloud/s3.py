@@ -16,7 +16,7 @@ from obstore.store import S3Store
 
 from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError
 from dcp_remote.storage.base import Version
-from dcp_remote.storage.cloud.credentials import S3Credentials, find_credentials
+from dcp_remote.storage.cloud.credentials import find_credentials
 from dcp_remote.storage.cloud.diagnosis import LastDiagnosis, diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import CloudError, make_s3_bucket_error
@@ -51,7 +51,6 @@ class S3(Provider):
         super().__init__(bucket, options)
         self._lock = threading.Lock()
         self._endpoint: S3Endpoint | None = None
-        self._credentials: S3Credentials | None = None
         self._renew_lock = threading.Lock()
         self._renew_again_at = 0.0
         self._last_diagnosis = LastDiagnosis()
@@ -107,15 +106,14 @@ class S3(Provider):
         if options.checksum_algorithm != "none":
             config["checksum_algorithm"] = options.checksum_algorithm or "CRC64NVME"
         with self._lock:
-            if self._credentials is None and not options.anon:
-                self._credentials = S3Credentials(find_credentials(endpoint, self.bucket))
-            credentials = self._credentials
+            if self.credentials.source is None and not options.anon:
+                self.credentials.source = find_credentials(endpoint, self.bucket)
         return S3Store(
             self.bucket,
             config=config,
             client_options=http,
             retry_config=NO_RETRIES,
-            credential_provider=credentials,
+            credential_provider=None if options.anon else self.credentials,
         )
 
     def make_bucket_error(self) -> BucketNotFoundError:
@@ -128,25 +126,12 @@ class S3(Provider):
         etag = version.etag
         return {"e_tag": etag if etag is None or self.options.etag_quotes else etag.strip('"')}
 
-    def secrets(self) -> list[str]:
-        """Implement `Provider.secrets`."""
-        in_use = self._credentials.secrets if self._credentials is not None else ()
-        return [*self.options.secrets(), *in_use]
-
     def sign_get(self, client: Client, path: str) -> str | None:
         """Implement `Provider.sign_get`."""
         assert isinstance(client, S3Store)
         if not self.options.direct_reads or self.options.anon or self.endpoint().has_proxy:
             return None
         return obstore.sign(client, "GET", path, _SIGNED_FOR)
-
-    def credentials_number(self) -> int:
-        """Implement `Provider.credentials_number`: each client keeps the credentials that it was given."""
-        return self._credentials.changes if self._credentials is not None else 0
-
-    def get_signing_credentials(self) -> ReadOnlyCredentials | None:
-        """Implement `Provider.get_signing_credentials`; None before the first signed request."""
-        return self._credentials.last_given if self._credentials is not None else None
 
     def renew_credentials(self, refused: ReadOnlyCredentials | None) -> bool:
         """Implement `Provider.renew_credentials`, once for all requests that were signed with the refused ones.
@@ -158,8 +143,8 @@ class S3(Provider):
             botocore.exceptions.BotoCoreError: Looking for credentials failed.
         """
         with self._renew_lock:
-            current = self._credentials
-            if current is None or self.options.aws_access_key_id is not None:
+            current = self.credentials
+            if current.source is None or self.options.aws_access_key_id is not None:
                 return False  # credentials in the options are the only ones
             if refused is not None and refused != current.last_given:
                 return True
@@ -179,13 +164,6 @@ class S3(Provider):
                     current.replace(found)
                 self._last_diagnosis.forget()  # made with the old credentials
             return is_renewed
-
-    def take_credentials_error(self) -> Exception | None:
-        """Implement `Provider.take_credentials_error`."""
-        if self._credentials is None:
-            return None
-        error, self._credentials.error = self._credentials.error, None
-        return error
 
     def diagnose(self, prefix: str, *, listing: bool = False, reuse: bool = False) -> CloudError | None:
         """Implement `Provider.diagnose`. Listings are rare and sequential, so their diagnoses are not reused."""

@@ -186,7 +186,7 @@ class CloudStore(PlacedStore):
             return memoryview(obstore.get_range(client, path, start=start, end=stop))
 
         def request() -> None:
-            signed_with, began_seconds = self._provider.get_signing_credentials(), time.monotonic()
+            signed_with, began_seconds = self._provider.credentials.last_given, time.monotonic()
             outcome = self._read_directly(path, start, buffer, read_with_obstore)
             if outcome != "direct":
                 try:
@@ -207,7 +207,7 @@ class CloudStore(PlacedStore):
                     raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=stop)
                 buffer[:] = data
                 # Credentials renewed in between mean that the store refused the old ones, and not direct reads.
-                if outcome == "failed" and signed_with in (None, self._provider.get_signing_credentials()):
+                if outcome == "failed" and signed_with in (None, self._provider.credentials.last_given):
                     self._bucket.direct.note_failed(began_seconds)
 
         self._send("get_into", key, request)
@@ -389,7 +389,7 @@ class CloudStore(PlacedStore):
             verb=verb,
             url=self._named(key),
             prefix=self._place.prefix,
-            signed_with=self._provider.get_signing_credentials(),
+            signed_with=self._provider.credentials.last_given,
             is_conditional=is_conditional,
         )
         try:

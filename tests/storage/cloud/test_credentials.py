@@ -196,12 +196,12 @@ def test_a_diagnosis_with_replaced_credentials_is_not_reused(credentials_file: P
         store = open_at(server)
         read(store)
         provider, bucket.good = store._provider, 2
-        old = provider.get_signing_credentials()
+        old = provider.credentials.last_given
         early = pool.submit(provider.diagnose, "run", reuse=True)
         assert asked.wait(30)
         write(credentials_file, 2)
         renewal = pool.submit(provider.renew_credentials, old)
-        while provider.get_signing_credentials() is old:
+        while provider.credentials.last_given is old:
             time.sleep(0.01)
         go_on.set()
         diagnosis = early.result()
