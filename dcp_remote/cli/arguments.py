@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias
 
 from dcp_remote.common.text import shorten
 from dcp_remote.common.units import GiB, KiB, MiB
-from dcp_remote.storage.limits import LIMIT_OPTIONS
+from dcp_remote.storage.options import LIMIT_OPTIONS
 from dcp_remote.storage.url import is_remote, parse_url
 
 # Storage options that have an option of their own; all others are given by --option.

@@ -15,7 +15,6 @@ from dcp_remote.common.text import join_some
 from dcp_remote.storage import open_store
 from dcp_remote.storage.checks import MEASURED, Check, Finding, StoreChecks, check_machine, run_checks
 from dcp_remote.storage.cloud.redaction import redact
-from dcp_remote.storage.limits import take_limits
 from dcp_remote.storage.url import Scheme, parse_url
 
 _NAME_CHARACTERS = 18
@@ -52,7 +51,7 @@ def doctor(out: Output, url: Url, *, storage_options: StorageOptions = None) -> 
         # Imported here, so that a local folder needs no cloud client.
         from dcp_remote.storage.cloud.checks import S3Checks
 
-        checks += S3Checks(parsed, take_limits(storage_options or {})[1]).checks()
+        checks += S3Checks(parsed, storage_options or {}).checks()
     checks += probes.checks()
     # Not by RANK and WORLD_SIZE alone: in a pod of Kubeflow's they are set, and the store is that of a training.
     if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:

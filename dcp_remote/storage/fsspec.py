@@ -61,11 +61,11 @@ from dcp_remote.storage.cloud.errors import (
     make_s3_bucket_error,
     translate,
 )
-from dcp_remote.storage.cloud.options import check_endpoint
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.local import LocalStore
+from dcp_remote.storage.options import check_endpoint
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up, writes_nothing
 from dcp_remote.storage.url import ParsedUrl, check_list_prefix, parse_url
 

@@ -11,12 +11,12 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from dcp_remote.common.deadline import SYSTEM_CLOCK, Clock
-from dcp_remote.errors import InvalidArgumentError, TransientStorageError
+from dcp_remote.errors import TransientStorageError
 from dcp_remote.storage.base import Content, ObjectStore
+from dcp_remote.storage.options import LIMIT_OPTIONS
 from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.wrapper import Request, WrappedStore
 
@@ -30,36 +30,6 @@ _NO_TIME = (
     "The limit of {} in storage_options left no time for this request. Raise the limit, or the deadline of the save or "
     "load."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Limits of the requests of one process, by the names of their storage options; None for no limit."""
-
-    requests_in_flight: int | None = None  # at a time; late reads that are sent twice count once
-    upload_bytes_per_second: float | None = None
-    download_bytes_per_second: float | None = None
-
-
-LIMIT_OPTIONS = tuple(field.name for field in fields(StoreLimits))
-
-
-def take_limits(options: Mapping[str, object]) -> tuple[StoreLimits, dict[str, object]]:
-    """Return the limits among storage options, which must be numbers above zero, and the other options."""
-    limits: dict[str, Any] = {}
-    for name in LIMIT_OPTIONS:
-        value = options.get(name)
-        is_count = name == "requests_in_flight"
-        if value is None:
-            continue
-        if type(value) not in ((int,) if is_count else (int, float)) or not 0 < cast("float", value) < math.inf:
-            raise InvalidArgumentError(
-                f"storage_options[{name!r}] must be {'an integer' if is_count else 'a number'} above zero.",
-                value=value,
-                type=type(value).__name__,
-            )
-        limits[name] = value
-    return StoreLimits(**limits), {name: value for name, value in options.items() if name not in LIMIT_OPTIONS}
 
 
 class ByteRate:
@@ -165,16 +135,17 @@ class LimitedStore(WrappedStore):
         return answer
 
 
-def limit_store(store: ObjectStore, limits: StoreLimits) -> ObjectStore:
-    """Return the store with the limits of this process, or the store itself if there are none."""
-    if limits == StoreLimits():
+def limit_store(store: ObjectStore, options: Mapping[str, object]) -> ObjectStore:
+    """Return the store with the limits among its options, which were checked; the store itself if there are none."""
+    given = [options.get(name) for name in LIMIT_OPTIONS]
+    if given == [None] * len(given):
         return store
-    upload, download = limits.upload_bytes_per_second, limits.download_bytes_per_second
+    count, upload, download = given
     return LimitedStore(
         store,
         upload=None if upload is None else _share(ByteRate, "upload_bytes_per_second", upload),
         download=None if download is None else _share(ByteRate, "download_bytes_per_second", download),
-        slots=None if limits.requests_in_flight is None else _share(RequestSlots, limits.requests_in_flight),
+        slots=None if count is None else _share(RequestSlots, count),
     )
 
 

@@ -17,7 +17,7 @@ from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import InvalidArgumentError, StorageError, TransientStorageError
 from dcp_remote.storage import MemoryStore, ObjectStore, open_store
 from dcp_remote.storage.base import Condition, Version
-from dcp_remote.storage.limits import ByteRate, LimitedStore, RequestSlots, StoreLimits, take_limits
+from dcp_remote.storage.limits import ByteRate, LimitedStore, RequestSlots
 from dcp_remote.storage.request_context import BufferLease, limit_requests
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.testing.store_suite import StoreSuite
@@ -209,9 +209,10 @@ def test_invalid_limits(name: str, values: list[object]) -> None:
 
 
 def test_limits_are_options_of_every_store() -> None:
-    """Take the limits out of the options; a misspelled one is named, with its nearest neighbour on S3."""
-    assert take_limits({"requests_in_flight": 3, "key": "x"}) == (StoreLimits(requests_in_flight=3), {"key": "x"})
-    with pytest.raises(InvalidArgumentError, match="closest is 'requests_in_flight'"):
-        open_store("s3://bucket", {"request_in_flight": 3})
-    with pytest.raises(InvalidArgumentError, match=r"Known: .*download_bytes_per_second"):
-        open_store("/tmp", {"request_in_flight": 3})
+    """Give a limit to each kind of store; a misspelled one is named, with its nearest neighbour."""
+    for url in ("s3://bucket", "gs://bucket", "az://container", "/tmp", "memory://limited"):
+        assert isinstance(open_store(url, {"requests_in_flight": 3}), LimitedStore)
+        with pytest.raises(
+            InvalidArgumentError, match=r"closest is 'requests_in_flight'.*Known: .*download_bytes_per_second"
+        ):
+            open_store(url, {"request_in_flight": 3})

@@ -10,8 +10,8 @@ from obstore.store import AzureStore
 
 from dcp_remote.errors import BucketNotFoundError
 from dcp_remote.storage.cloud.errors import make_bucket_error
-from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 from dcp_remote.storage.cloud.provider import NO_RETRIES, Provider
+from dcp_remote.storage.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig

@@ -21,7 +21,7 @@ from botocore.loaders import create_loader
 from botocore.session import Session
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.storage.cloud.options import CloudOptions, check_endpoint, find_environment_endpoint, option
+from dcp_remote.storage.options import CloudOptions, check_endpoint, find_environment_endpoint, option
 
 # Shared by all sessions of the process, since a loader keeps the models that it has read.
 _get_models = functools.cache(create_loader)

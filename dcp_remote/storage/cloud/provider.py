@@ -15,7 +15,7 @@ from dcp_remote.errors import BucketNotFoundError
 from dcp_remote.storage.base import Version, quote_etag
 from dcp_remote.storage.cloud.credentials import S3Credentials
 from dcp_remote.storage.cloud.errors import NO_SUCH_BUCKET_CODE, CloudError
-from dcp_remote.storage.cloud.options import CloudOptions, parse_options
+from dcp_remote.storage.options import CloudOptions, parse_options
 
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials

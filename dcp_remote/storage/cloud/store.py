@@ -43,13 +43,13 @@ from dcp_remote.storage.cloud.direct_reads import DirectReads, Outcome
 from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code, is_web_page, make_web_page_error
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
 from dcp_remote.storage.cloud.google import GoogleCloud
-from dcp_remote.storage.cloud.options import CloudOptions
 from dcp_remote.storage.cloud.provider import FAILURES, Provider
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.throttle import Throttle
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.limits import count_processes
+from dcp_remote.storage.options import CloudOptions
 from dcp_remote.storage.request_context import remaining_seconds, writes_nothing
 from dcp_remote.storage.rereads import is_reread
 from dcp_remote.storage.url import ParsedUrl, check_key, check_list_prefix

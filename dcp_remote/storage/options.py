@@ -1,4 +1,4 @@
-"""Options of a cloud store (`storage_options`), checked and under one name each.
+"""Options of a store (`storage_options`), checked and under one name each.
 
 The names are those of boto3 and of fsspec's file systems. The options of each cloud are declared in its own module.
 """
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.storage.limits import LIMIT_OPTIONS
 
 # User info, a query or a fragment, which may contain a secret.
 _MAY_HOLD_SECRET = re.compile(r"[@?#]")
@@ -23,7 +22,9 @@ _MAY_HOLD_SECRET = re.compile(r"[@?#]")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str | None": ((str,), "a string that is not empty"),
     "bool": ((bool,), "True or False"),
-    "float": ((float,), "a positive number"),
+    "float": ((int, float), "a positive number"),
+    "int | None": ((int,), "an integer above zero"),
+    "float | None": ((int, float), "a number above zero"),
     "bool | str | None": ((bool, str), "True, False or the path of a file of certificates"),
 }
 
@@ -34,7 +35,26 @@ def option(default: Any = None, *aliases: str, secret: bool = False, choices: tu
 
 
 @dataclass(frozen=True, slots=True)
-class CloudOptions:
+class StoreOptions:
+    """Options of every store: limits of the requests of one process; None for no limit."""
+
+    requests_in_flight: int | None = option()  # at a time; late reads that are sent twice count once
+    upload_bytes_per_second: float | None = option()
+    download_bytes_per_second: float | None = option()
+
+
+LIMIT_OPTIONS = tuple(field_.name for field_ in fields(StoreOptions))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions(StoreOptions):
+    """Options of a store of files; see `LocalStore`."""
+
+    allow_network_replace: bool = option(default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CloudOptions(StoreOptions):
     """Options of every cloud."""
 
     endpoint_url: str | None = option()  # of a server other than the cloud's own
@@ -49,25 +69,25 @@ class CloudOptions:
         return [secret for secret in given if secret]
 
 
-Options = TypeVar("Options", bound=CloudOptions)
+Options = TypeVar("Options", bound=StoreOptions)
 
 
-def parse_options(options_class: type[Options], options: Mapping[str, object]) -> Options:
+def parse_options(options_class: type[Options], options: Mapping[str, object], *, scheme: str = "") -> Options:
     """Check `storage_options` and return them under one name each. A value of None counts as not given.
 
     Raises:
-        InvalidArgumentError: A name is unknown (the message lists the known ones), or a value has the wrong type. No
-            message shows a value, since it may be a secret.
+        InvalidArgumentError: A name is unknown (the message lists the known ones, and names the scheme of the URL if it
+            is given), or a value has the wrong type. No message shows a text, since it may be a secret.
     """
     known = {field_.name: field_ for field_ in fields(options_class)}
     names = {alias: name for name, field_ in known.items() for alias in (name, *field_.metadata["aliases"])}
+    if unknown := sorted(str(given) for given in options if given not in names):
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        where = (f" for {scheme} URLs" if scheme else "") + (f"; the closest is {near[0]!r}" if near else "")
+        what = f"Unknown name in storage_options{where}. Known: {', '.join(sorted(known))}."
+        raise InvalidArgumentError(what, unknown=", ".join(unknown))
     values: dict[str, Any] = {}
     for given, value in options.items():
-        if given not in names:
-            near = difflib.get_close_matches(str(given), [*names, *LIMIT_OPTIONS], n=1)
-            hint = f"; the closest is {near[0]!r}" if near else ""
-            listed = ", ".join(sorted([*known, *LIMIT_OPTIONS]))
-            raise InvalidArgumentError(f"Unknown name in storage_options{hint}. Known: {listed}.", unknown=str(given))
         if value is not None:
             name = names[given]
             checked = _check(given, value, str(known[name].type), known[name].metadata["choices"])
@@ -87,11 +107,12 @@ def _check(name: str, value: object, kind: str, choices: tuple[str, ...]) -> str
     elif isinstance(value, str):
         is_valid = str in types and bool(value) and (not choices or value in choices)
     else:
-        is_valid = float in types and isinstance(value, int | float) and 0 < value < math.inf
+        is_valid = isinstance(value, int | float) and isinstance(value, types) and 0 < value < math.inf
     if is_valid:
         return value  # type: ignore[return-value]  # of one of the types by now
     expected = f"one of {', '.join(choices)}" if choices else expected
-    raise InvalidArgumentError(f"storage_options[{name!r}] must be {expected}.", type=type(value).__name__)
+    shown = value if isinstance(value, int | float) else None
+    raise InvalidArgumentError(f"storage_options[{name!r}] must be {expected}.", value=shown, type=type(value).__name__)
 
 
 def check_endpoint(url: str, *, named: str) -> None:
