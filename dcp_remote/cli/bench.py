@@ -14,7 +14,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -64,20 +64,6 @@ class Rate:
         return f"{self.size_bytes / self.seconds / MiB:>10.1f}  {self.cpu_seconds / (self.size_bytes / GiB):>9.2f}"
 
 
-@dataclass(slots=True)
-class Report:
-    """Results so far, which identify neither bucket nor user."""
-
-    first_request_seconds: float = 0.0
-    latency_seconds: float = 0.0
-    object_bytes: int = 0
-    up: Sequence[Rate] = ()
-    down: Sequence[Rate] = ()
-    requests: int = 0
-    requests_again: int = 0
-    cores: int = 1
-
-
 def bench(
     out: Output,
     url: Url,
@@ -108,28 +94,35 @@ def bench(
     if not 0 < seconds < math.inf:
         raise InvalidArgumentError("--seconds must be a positive number.", seconds=seconds)
     store = open_store(url, storage_options).child(f"bench-{secrets.token_hex(8)}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    report = Report(object_bytes=min(_OBJECT_BYTES_MAX, size_bytes // objects), cores=cores)
+    object_bytes = min(_OBJECT_BYTES_MAX, size_bytes // objects)
     # Printed before anything is put, so that a user who kills this process knows what to delete.
     out.say(f"{store.url}: objects below this URL are written, read and deleted")
     bucket = _Bucket(store)
     try:
-        report.first_request_seconds, report.latency_seconds = _measure_latency(bucket)
-        first, later = 1000 * report.first_request_seconds, 1000 * report.latency_seconds
-        out.say(f"latency {later:.1f} ms; first request {first:.1f} ms, with credentials and connection")
-        _measure_rates(out, bucket, report, Deadline(seconds))
+        first, later = _measure_latency(bucket)
+        out.say(f"latency {1000 * later:.1f} ms; first request {1000 * first:.1f} ms, with credentials and connection")
+        rates = list(_measure_rates(out, bucket, object_bytes, Deadline(seconds)))
     finally:
         left = bucket.delete_objects()
-    report.requests, report.requests_again = bucket.store.counts.requests, len(bucket.failures)
-    cause = f"; the last because: {bucket.failures[-1]}" if bucket.failures else ""
-    out.say(f"requests sent again {report.requests_again} of {report.requests}{cause}")
+    requests, failures = bucket.store.counts.requests, bucket.failures
+    cause = f"; the last because: {failures[-1]}" if failures else ""
+    out.say(f"requests sent again {len(failures)} of {requests}{cause}")
     out.give(
-        {
+        {  # identifies neither bucket nor user
             "dcp_remote": software_versions()["dcp_remote"],
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
             "scheme": parse_url(url).scheme,
             "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-            "measured": asdict(report),
+            "measured": {
+                "first_request_seconds": first,
+                "latency_seconds": later,
+                "object_bytes": object_bytes,
+                "up": [asdict(up) for up, _ in rates],
+                "down": [asdict(down) for _, down in rates],
+                "requests": requests,
+                "requests_again": len(failures),
+                "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            },
         }
     )
     if left:
@@ -146,11 +139,9 @@ class _Bucket:
 
     def retry(self, seconds: float) -> ObjectStore:
         """Return a store that repeats failed requests for some seconds."""
-
-        def note(_verb: str, _key: str, error: StorageError) -> None:
-            self.failures.append(error)
-
-        return RetryingStore(self.store, Deadline(seconds), on_retry=note)
+        return RetryingStore(
+            self.store, Deadline(seconds), on_retry=lambda _verb, _key, error: self.failures.append(error)
+        )
 
     def put(self, key: str, data: bytes) -> None:
         """Put an object."""
@@ -181,8 +172,9 @@ def _measure_latency(bucket: _Bucket) -> tuple[float, float]:
     return seconds[0], statistics.median(seconds[1:])
 
 
-def _measure_rates(out: Output, bucket: _Bucket, report: Report, deadline: Deadline) -> None:
-    body = os.urandom(report.object_bytes)  # random, so that it cannot be compressed on its way
+def _measure_rates(out: Output, bucket: _Bucket, object_bytes: int, deadline: Deadline) -> Iterator[tuple[Rate, Rate]]:
+    """Yield the rates of uploads and downloads at each number of parallel requests, as long as there is time."""
+    body = os.urandom(object_bytes)  # random, so that it cannot be compressed on its way
     local = threading.local()
 
     def put(key: str) -> None:
@@ -202,7 +194,7 @@ def _measure_rates(out: Output, bucket: _Bucket, report: Report, deadline: Deadl
             return
         keys = [f"{parallel}-{number}" for number in range(_OBJECTS_EACH * parallel)]
         up, down = (_measure(parallel, transfer, keys, len(body)) for transfer in (put, get))
-        report.up, report.down = [*report.up, up], [*report.down, down]
+        yield up, down
         out.say(f"{parallel:>11}  {up.format_columns()}  {down.format_columns()}")
 
 
