@@ -50,7 +50,7 @@ from dcp_remote.storage.base import (
     make_short_error,
     quote_etag,
 )
-from dcp_remote.storage.cloud.clients import refuse_after_fork
+from dcp_remote.storage.cloud.bucket import refuse_after_fork
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,

@@ -38,14 +38,13 @@ from dcp_remote.storage.base import (
     may_follow,
 )
 from dcp_remote.storage.cloud.azure import Azure
-from dcp_remote.storage.cloud.clients import Clients
-from dcp_remote.storage.cloud.direct_reads import DirectReads, Outcome
+from dcp_remote.storage.cloud.bucket import Bucket
+from dcp_remote.storage.cloud.direct_reads import Outcome
 from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code, is_web_page, make_web_page_error
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
 from dcp_remote.storage.cloud.google import GoogleCloud
 from dcp_remote.storage.cloud.provider import FAILURES, Provider
 from dcp_remote.storage.cloud.s3 import S3
-from dcp_remote.storage.cloud.throttle import Throttle
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.limits import count_processes
@@ -89,27 +88,6 @@ def open_cloud_store(
     return CloudStore(parsed, Bucket(CLOUDS[parsed.scheme].parse(parsed.bucket, options), timeouts or Timeouts()))
 
 
-class Bucket:
-    """State that the stores of one bucket share: a store and its children."""
-
-    def __init__(self, provider: Provider, timeouts: Timeouts) -> None:
-        """Create and send nothing."""
-        self.provider = provider
-        self.timeouts = timeouts
-        self.clients = Clients(provider, timeouts)
-        self.throttle = Throttle()
-        self.latency_seconds = 0.0  # least of a GET's; 0 before the first
-        self.direct = DirectReads(
-            provider.bucket,
-            connect_seconds=provider.options.connect_timeout_seconds,
-            silence_seconds=timeouts.silence_seconds,
-        )
-
-    def note_latency(self, seconds: float) -> None:
-        """Note the time of a GET's answer; the longer ones had a connection to make, or a busy store."""
-        self.latency_seconds = min(self.latency_seconds or seconds, seconds)
-
-
 class CloudStore(PlacedStore):
     """Prefix of a bucket, opened by `open_cloud_store`. Safe to use from many threads; pickles its configuration.
 
@@ -124,7 +102,6 @@ class CloudStore(PlacedStore):
         self._place = parsed
         self._bucket = bucket
         self._provider = bucket.provider
-        self._clients = bucket.clients
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the configuration, explicit credentials included; treat such a pickle as a secret."""
@@ -143,7 +120,7 @@ class CloudStore(PlacedStore):
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request."""
         path = self._place.key(key)
-        meta = self._send("head", key, lambda: obstore.head(self._clients.get(download=True), path))
+        meta = self._send("head", key, lambda: obstore.head(self._bucket.get_client(download=True), path))
         return self._info(key, meta)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
@@ -155,7 +132,7 @@ class CloudStore(PlacedStore):
         path = self._place.key(key)
 
         def request() -> Content:
-            client = self._clients.get(download=True, size_bytes=max(limit_bytes, _DOCUMENT_BYTES))
+            client = self._bucket.get_client(download=True, size_bytes=max(limit_bytes, _DOCUMENT_BYTES))
             began_seconds = time.monotonic()
             try:
                 result = obstore.get(client, path)
@@ -182,7 +159,7 @@ class CloudStore(PlacedStore):
         stop = start + len(buffer)
 
         def read_with_obstore() -> memoryview:
-            client = self._clients.get(download=True, size_bytes=len(buffer))
+            client = self._bucket.get_client(download=True, size_bytes=len(buffer))
             return memoryview(obstore.get_range(client, path, start=start, end=stop))
 
         def request() -> None:
@@ -198,7 +175,7 @@ class CloudStore(PlacedStore):
                     if code is None and is_short and remaining_seconds():
                         # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
                         with writes_nothing(), suppress(*FAILURES):
-                            size_bytes = obstore.head(self._clients.get(download=True), path)["size"]
+                            size_bytes = obstore.head(self._bucket.get_client(download=True), path)["size"]
                     if code != SHORT_OBJECT_CODE and (size_bytes is None or size_bytes >= stop):
                         raise
                     raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=stop) from None
@@ -219,11 +196,11 @@ class CloudStore(PlacedStore):
             return "skipped"
         is_overloaded = self._bucket.throttle.is_overloaded  # so that no second requests are sent
         return self._bucket.direct.read(
-            lambda: provider.sign_get(self._clients.get(download=True, size_bytes=size_bytes), path),
+            lambda: provider.sign_get(self._bucket.get_client(download=True, size_bytes=size_bytes), path),
             start,
             buffer,
             verify=provider.verify(),
-            seconds=self._clients.request_seconds(size_bytes),
+            seconds=self._bucket.request_seconds(size_bytes),
             hedge=None if is_overloaded else hedge,
         )
 
@@ -235,7 +212,7 @@ class CloudStore(PlacedStore):
         mode = self._put_mode(key, condition)
 
         def request() -> Version:
-            client = self._clients.get(download=False, size_bytes=size_bytes)
+            client = self._bucket.get_client(download=False, size_bytes=size_bytes)
             result = obstore.put(client, path, body, mode=mode, use_multipart=False)
             return self._provider.version_of(result)
 
@@ -321,9 +298,9 @@ class CloudStore(PlacedStore):
         def next_page() -> Sequence[ObjectMeta] | None:
             nonlocal pages, limit_seconds
             # A client's time limit is fixed: near a deadline, restart behind the last key with a client of less time.
-            if pages is None or self._clients.request_seconds() < limit_seconds:
-                limit_seconds = self._clients.request_seconds()
-                client = self._clients.get(download=True)
+            if pages is None or self._bucket.request_seconds() < limit_seconds:
+                limit_seconds = self._bucket.request_seconds()
+                client = self._bucket.get_client(download=True)
                 listing = obstore.list(client, folder or None, offset=offset or None, chunk_size=_LIST_PAGE_KEYS)
                 pages = iter(listing)
             return next(pages, None)
@@ -335,7 +312,7 @@ class CloudStore(PlacedStore):
     def _delete_batch(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         paths = [self._place.key(key) for key in keys]
         try:
-            obstore.delete(self._clients.get(download=False), paths)
+            obstore.delete(self._bucket.get_client(download=False), paths)
         except FAILURES as error:
             if isinstance(error, DcpRemoteError):
                 raise
@@ -368,7 +345,7 @@ class CloudStore(PlacedStore):
         """Delete one object; return the error if it may still exist."""
 
         def request() -> None:
-            obstore.delete(self._clients.get(download=False, delete_singly=True), self._place.key(key))
+            obstore.delete(self._bucket.get_client(download=False, delete_singly=True), self._place.key(key))
 
         try:
             self._send("delete", key, request)
@@ -393,7 +370,7 @@ class CloudStore(PlacedStore):
             is_conditional=is_conditional,
         )
         try:
-            self._clients.refuse_fork()  # before the throttle, in which requests of the parent may wait
+            self._bucket.refuse_fork()  # before the throttle, in which requests of the parent may wait
             # Of a job, the coordinator alone sends conditional requests, and all ranks wait for them.
             is_throttled = verb in _THROTTLED_VERBS and not (is_conditional and count_processes() > 1)
             return self._bucket.throttle.send(request) if is_throttled else request()

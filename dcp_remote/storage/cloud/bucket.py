@@ -1,4 +1,7 @@
-"""Clients of one bucket in this process: created on first use, and again when their credentials have changed."""
+"""State that the stores of one bucket share: its clients, throttle and connections.
+
+Clients are created on first use, and again when their credentials have changed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from obstore.exceptions import BaseError
 
 from dcp_remote.common.descriptors import find_shortage
 from dcp_remote.errors import InvalidArgumentError, TransientStorageError
+from dcp_remote.storage.cloud.direct_reads import DirectReads
 from dcp_remote.storage.cloud.errors import get_safe_cause, translate
 from dcp_remote.storage.cloud.provider import Client, Provider
+from dcp_remote.storage.cloud.throttle import Throttle
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up
 
@@ -24,17 +29,28 @@ if TYPE_CHECKING:
 _requesting_pid: int | None = None
 
 
-class Clients:
-    """Clients of one bucket in this process. Safe to use from many threads."""
+class Bucket:
+    """State of one opened store and its children. Safe to use from many threads."""
 
     def __init__(self, provider: Provider, timeouts: Timeouts) -> None:
-        """Store the arguments; nothing is created or sent."""
-        self._provider = provider
-        self._timeouts = timeouts
+        """Create and send nothing."""
+        self.provider = provider
+        self.timeouts = timeouts
+        self.throttle = Throttle()
+        self.latency_seconds = 0.0  # least of a GET's; 0 before the first
+        self.direct = DirectReads(
+            provider.bucket,
+            connect_seconds=provider.options.connect_timeout_seconds,
+            silence_seconds=timeouts.silence_seconds,
+        )
         self._lock = threading.Lock()
         # By (download, delete_singly, request_seconds): obstore fixes these per client, and clients are cheap.
         self._clients: dict[tuple[bool, bool, float], Client] = {}
         self._credentials_number = 0
+
+    def note_latency(self, seconds: float) -> None:
+        """Note the time of a GET's answer; the longer ones had a connection to make, or a busy store."""
+        self.latency_seconds = min(self.latency_seconds or seconds, seconds)
 
     @staticmethod
     def refuse_fork() -> None:
@@ -42,7 +58,7 @@ class Clients:
         global _requesting_pid  # noqa: PLW0603  # one runtime per process, whatever the number of stores
         _requesting_pid = refuse_after_fork(_requesting_pid)
 
-    def get(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
+    def get_client(self, *, download: bool, size_bytes: int = 0, delete_singly: bool = False) -> Client:
         """Return the client for requests of a size, creating it if necessary.
 
         With `download`, the answer is the larger part, and not the request; `size_bytes` is the size of that part. With
@@ -58,7 +74,7 @@ class Clients:
         seconds = self.request_seconds(size_bytes)
         settings = (download, delete_singly, seconds)
         with self._lock:
-            number = self._provider.credentials.changes
+            number = self.provider.credentials.changes
             if number != self._credentials_number:
                 self._clients.clear()
                 self._credentials_number = number
@@ -72,10 +88,10 @@ class Clients:
 
     def request_seconds(self, size_bytes: int = 0) -> float:
         """Return the time limit of a request of a size that begins now, which ends with the caller's deadline."""
-        return min(self._timeouts.request_seconds(size_bytes), rounded_up(remaining_seconds()))
+        return min(self.timeouts.request_seconds(size_bytes), rounded_up(remaining_seconds()))
 
     def _open(self, *, download: bool, delete_singly: bool, request_seconds: float) -> Client:
-        provider = self._provider
+        provider = self.provider
         http: ClientConfig = {
             "allow_http": (provider.endpoint_url() or "").lower().startswith("http:"),
             "connect_timeout": timedelta(seconds=provider.options.connect_timeout_seconds),
@@ -83,7 +99,7 @@ class Clients:
         }
         if download:
             # Not for uploads: the client counts the whole time of sending a body as silence.
-            http["read_timeout"] = timedelta(seconds=self._timeouts.silence_seconds)
+            http["read_timeout"] = timedelta(seconds=self.timeouts.silence_seconds)
         verify = provider.verify()
         if verify is False:
             http["allow_invalid_certificates"] = True
