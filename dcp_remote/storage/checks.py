@@ -29,7 +29,7 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import Condition, ObjectStore
-from dcp_remote.storage.conditional_writes import PROBES_PREFIX
+from dcp_remote.storage.conditional_writes import PROBES_PREFIX, make_ignored_error
 from dcp_remote.storage.local import HIDDEN_FOLDER
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.url import ParsedUrl
@@ -292,12 +292,12 @@ class StoreChecks:
         except ConditionFailedError:  # of a first attempt whose answer was lost: no other process has this key
             version = self._retry().head("swapped").version
         if self._replaces("absent"):
-            return self._report_ignored("If-None-Match")
+            raise make_ignored_error("If-None-Match", self.url)
         if not self._replaces(version) and self._retry().head("swapped").version == version:
             cure = "Update the server; for Ceph before version 17 pass storage_options['etag_quotes'] = False."
             return Finding("fail", "a write is refused although its condition (If-Match) holds", cure)
         if self._replaces(version):
-            return self._report_ignored("If-Match")
+            raise make_ignored_error("If-Match", self.url)
         if "get" in self._permitted and self._retry().get("swapped", limit_bytes=_BODY_BYTES).data != b"second":
             return Finding("fail", "a read after a write shows the object before it", "Save to a consistent store.")
         return Finding("ok", "of two writers the second is refused")
@@ -308,13 +308,6 @@ class StoreChecks:
         except ConditionFailedError:
             return False
         return True
-
-    def _report_ignored(self, header: str) -> Finding:
-        return Finding(
-            "fail",
-            f"the server ignores the condition of a write ({header}), so jobs could overwrite each other's checkpoints",
-            "Update the server to one with conditional PUTs, or save elsewhere.",
-        )
 
     def _check_speed(self) -> Finding:
         if not {"put", "get"} <= self._permitted:

@@ -84,9 +84,9 @@ def require_conditional_writes(
     try:
         # No other process uses this key, so the first put can only be refused by its own earlier, unanswered attempt.
         if not refuses("absent") and not refuses("absent"):
-            raise _ignored("If-None-Match", store, server)
+            raise make_ignored_error("If-None-Match", store.url, server)
         if swaps and not refuses(_STALE):
-            raise _ignored("If-Match", store, server)
+            raise make_ignored_error("If-Match", store.url, server)
     except BaseException:
         _delete(store, key, deadline)
         raise
@@ -105,10 +105,11 @@ def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:
         logger.info("The probe object %s/%s was not deleted; delete it at any time. cause=%s", store.url, key, cause)
 
 
-def _ignored(header: str, store: ObjectStore, server: str) -> StorageError:
+def make_ignored_error(header: str, url: str, server: str | None = None) -> StorageError:
+    """Return the error for a server that carries out a put although the condition in a header does not hold."""
     return StorageError(
         f"The server ignores the condition of a write ({header}), so jobs could overwrite each other's checkpoints "
         "unnoticed; no checkpoint was written. Update the server to one with conditional PUTs, or save elsewhere.",
-        url=store.url,
+        url=url,
         server=server,
     )
