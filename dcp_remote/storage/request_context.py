@@ -69,7 +69,7 @@ class BufferLease:
         self._changed = threading.Condition()
         self._writing = 0  # threads that may be writing
         self._waiting = 0  # threads that wait for a store, and do not write
-        self._closed = False
+        self.closed = False
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -89,18 +89,13 @@ class BufferLease:
         Return True if threads are left that wait for a store.
         """
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.wait_for(lambda: not self._writing)
             return self._waiting > 0
 
-    @property
-    def closed(self) -> bool:
-        """True once the lease was closed."""
-        return self._closed
-
     def require_open(self) -> None:
         """Raise `StorageError` if the lease is closed."""
-        if self._closed:
+        if self.closed:
             raise StorageError("The read was given up, and its buffers belong to the caller again.")
 
     @contextmanager

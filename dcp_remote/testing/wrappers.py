@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, TypeAlias, TypeVar
 
 from dcp_remote.common.arrays import Buffer
@@ -99,13 +100,8 @@ class Fault:
     later_by: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _IsNth:
-    number: int
-    onwards: bool
-
-    def __call__(self, verb: Verb, key: str, number: int) -> bool:
-        return number >= self.number if self.onwards else number == self.number
+def _is_nth(first: int, onwards: bool, _verb: Verb, _key: str, number: int) -> bool:  # noqa: FBT001  # bound by `nth`
+    return number >= first if onwards else number == first
 
 
 def nth(
@@ -121,7 +117,7 @@ def nth(
     For a fault loop: fail the first request, then the second, and so on until the test ends before its fault is reached
     (`FaultyStore.hits` is empty). `lost`, `error` and `later_by` are those of `Fault`.
     """
-    when = _IsNth(number, onwards=persistent)
+    when = partial(_is_nth, number, persistent)  # unlike a lambda, it can be pickled
     return Fault(when, lost, persistent=persistent, error=error, later_by=later_by)
 
 

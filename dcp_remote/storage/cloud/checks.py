@@ -29,7 +29,7 @@ from dcp_remote.storage.cloud.diagnosis import (
     diagnose_answer,
     send_by_botocore,
 )
-from dcp_remote.storage.cloud.endpoint import create_signing_client
+from dcp_remote.storage.cloud.endpoint import create_client
 from dcp_remote.storage.cloud.errors import CloudError, translate
 from dcp_remote.storage.cloud.provider import FAILURES
 from dcp_remote.storage.cloud.s3 import S3
@@ -149,8 +149,8 @@ class S3Checks:
         return diagnose_answer(status, code, None, endpoint=self._provider.endpoint(), bucket=self._bucket)
 
     def _create_client(self) -> Any:
-        return create_signing_client(
-            self._provider.endpoint(),
+        return create_client(
+            self._provider.endpoint().session,
             self._provider.options,
             retries={"total_max_attempts": 1},
             connect_timeout=CONNECT_SECONDS,

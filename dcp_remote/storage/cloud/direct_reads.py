@@ -69,11 +69,7 @@ class BusyError(ConnectionError):
 
 
 class _OvertakenError(Exception):
-    """The hedged request was faster."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self.data = data
+    """The hedged request was faster; the argument is its answer."""
 
 
 class DirectReads:
@@ -201,7 +197,7 @@ class DirectReads:
                     raise ConnectionError("The answer ended before all bytes had arrived.")
                 is_reusable = not answer.will_close
         except _OvertakenError as overtaken:
-            buffer[:] = overtaken.data
+            buffer[:] = overtaken.args[0]
         finally:
             if connection.stream is not None:
                 connection.stream.check = do_nothing  # breaks a cycle that keeps the caller's memory alive

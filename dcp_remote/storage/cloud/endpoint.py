@@ -92,7 +92,7 @@ def resolve_s3(bucket: str, options: S3Options) -> S3Endpoint:
     was_enabled = gc.isenabled()
     gc.disable()  # botocore's models are so many objects that the collector would visit torch's, for 0.2 s
     try:
-        client = _create_s3_client(session, options, signature=UNSIGNED)
+        client = create_client(session, options, is_signed=False)
     finally:
         if was_enabled:
             gc.enable()
@@ -128,18 +128,14 @@ def presign_s3(endpoint: S3Endpoint, options: S3Options, operation: str, **param
     Raises:
         botocore.exceptions.BotoCoreError: There are no credentials any more.
     """
-    client = create_signing_client(endpoint, options)
+    client = create_client(endpoint.session, options)
     url: str = client.generate_presigned_url(operation, Params=parameters, ExpiresIn=60)
     return url
 
 
-def create_signing_client(endpoint: S3Endpoint, options: S3Options, **settings: Any) -> Any:
+def create_client(session: Session, options: S3Options, *, is_signed: bool = True, **settings: Any) -> Any:
     """Return botocore's client of the bucket; `settings` are those of `botocore.config.Config`."""
-    signature = UNSIGNED if options.anon else "s3v4"
-    return _create_s3_client(endpoint.session, options, signature=signature, **settings)
-
-
-def _create_s3_client(session: Session, options: S3Options, *, signature: Any, **settings: Any) -> Any:
+    signature: Any = "s3v4" if is_signed and not options.anon else UNSIGNED
     # `Any`: botocore creates the classes of its clients at run time.
     style: Any = {"addressing_style": options.addressing_style} if options.addressing_style is not None else None
     return session.create_client(

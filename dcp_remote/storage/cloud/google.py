@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from obstore.store import GCSStore
 
-from dcp_remote.errors import BucketNotFoundError
+from dcp_remote.errors import BucketNotFoundError, ConditionFailedError
 from dcp_remote.storage.base import Version, quote_etag
 from dcp_remote.storage.cloud.errors import make_bucket_error
 from dcp_remote.storage.cloud.provider import NO_RETRIES, Provider
@@ -78,8 +78,9 @@ class GoogleCloud(Provider):
         """Implement `Provider.version_of`."""
         return Version(etag=quote_etag(meta["e_tag"]), generation=meta["version"])
 
-    def condition_of(self, version: Version) -> UpdateVersion | None:
+    def condition_of(self, version: Version) -> UpdateVersion:
         """Implement `Provider.condition_of`; every version that Google Cloud returned has a generation."""
         if version.generation is None:
-            return None
+            what = "The object is not in the state that this write asks for: no object has this version."
+            raise ConditionFailedError(what, bucket=self.bucket)
         return {"e_tag": version.etag, "version": version.generation}

@@ -84,8 +84,8 @@ class Provider(ABC):
         """Return the version by which the cloud compares an object: its ETag, unless a cloud has another."""
         return Version(etag=quote_etag(meta["e_tag"]))
 
-    def condition_of(self, version: Version) -> UpdateVersion | None:
-        """Return the condition of a put that replaces a version; None if no object of this cloud has that version."""
+    def condition_of(self, version: Version) -> UpdateVersion:
+        """Return the condition of a put that replaces a version; raise if no object of this cloud has that version."""
         return {"e_tag": version.etag}
 
     def secrets(self) -> list[str]:

@@ -18,7 +18,6 @@ from obstore.exceptions import GenericError
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import (
-    ConditionFailedError,
     DcpRemoteError,
     InvalidArgumentError,
     PermissionDeniedError,
@@ -209,7 +208,9 @@ class CloudStore(PlacedStore):
         path = self._place.key(key)
         body = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
         size_bytes = sum(view.nbytes for view in body)
-        mode = self._put_mode(key, condition)
+        mode: PutMode = "create" if condition == "absent" else "overwrite"
+        if isinstance(condition, Version):
+            mode = self._provider.condition_of(condition)
 
         def request() -> Version:
             client = self._bucket.get_client(download=False, size_bytes=size_bytes)
@@ -262,19 +263,6 @@ class CloudStore(PlacedStore):
             version=self._provider.version_of(meta),
             modified_seconds=meta["last_modified"].timestamp(),
         )
-
-    def _put_mode(self, key: str, condition: Condition) -> PutMode:
-        if condition == "any":
-            return "overwrite"
-        if condition == "absent":
-            return "create"
-        mode = self._provider.condition_of(condition)
-        if mode is None:
-            raise ConditionFailedError(
-                "The object is not in the state that this write asks for: no object has this version.",
-                url=self._named(key),
-            )
-        return mode
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         root = f"{self._place.prefix}/" if self._place.prefix else ""
