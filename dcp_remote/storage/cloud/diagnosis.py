@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import threading
-import time
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -36,37 +33,6 @@ PROBE_KEY = "dcp-remote-diagnosis"
 
 # Time limits to connect to each address of the server, and to read: a diagnosis must not take longer than the failure.
 CONNECT_SECONDS, READ_SECONDS = 3.0, 5.0
-
-# Time for which a diagnosis without a lasting cause is reused: one per request would double a storm of 503.
-_REUSE_SECONDS = 30.0
-
-# Time for which a cause that a retry does not cure is reused: long enough for threads that failed together, and not for
-# a user's fix.
-_REUSE_LASTING_SECONDS = 2.0
-
-
-class LastDiagnosis:
-    """The last diagnosis of a bucket, which is reused for a while: a hundred failures cost one. For many threads."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self._lock = threading.Lock()
-        self._found: CloudError | None = None
-        self._again_at = 0.0
-
-    def get(self, diagnose: Callable[[], CloudError | None], *, reuse: bool) -> CloudError | None:
-        """Return the last result if it may be reused, or else that of `diagnose`."""
-        with self._lock:
-            if not reuse or time.monotonic() >= self._again_at:
-                self._found = diagnose()
-                is_lasting = self._found is not None and not isinstance(self._found, TransientStorageError)
-                self._again_at = time.monotonic() + (_REUSE_LASTING_SECONDS if is_lasting else _REUSE_SECONDS)
-            return self._found
-
-    def forget(self) -> None:
-        """Wait for the diagnosis that is under way, and reuse no result from before."""
-        with self._lock:
-            self._again_at = 0.0
 
 
 def diagnose_s3(

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.store import S3Store
 
-from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError
+from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError, TransientStorageError
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud.credentials import find_credentials
-from dcp_remote.storage.cloud.diagnosis import LastDiagnosis, diagnose_s3
+from dcp_remote.storage.cloud.diagnosis import diagnose_s3
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import CloudError, make_s3_bucket_error
 from dcp_remote.storage.cloud.provider import NO_RETRIES, Client, Provider
@@ -33,6 +33,13 @@ _NOT_RENEWED_SECONDS = 2.0
 # Pause after renewed credentials, longer than that of a retry: a role may give new ones at every call, so if the store
 # refuses the new ones as well, age was not the reason.
 _RENEWED_SECONDS = 5.0
+
+# Time for which a diagnosis without a lasting cause is reused: one per request would double a storm of 503.
+_REUSE_SECONDS = 30.0
+
+# Time for which a cause that a retry does not cure is reused: long enough for threads that failed together, and not for
+# a user's fix.
+_REUSE_LASTING_SECONDS = 2.0
 
 # Validity of a signed URL, which is used at once.
 _SIGNED_FOR = timedelta(minutes=10)
@@ -53,7 +60,9 @@ class S3(Provider):
         self._endpoint: S3Endpoint | None = None
         self._renew_lock = threading.Lock()
         self._renew_again_at = 0.0
-        self._last_diagnosis = LastDiagnosis()
+        self._diagnosing = threading.Lock()
+        self._diagnosis: CloudError | None = None  # the last one, reused for a while
+        self._diagnose_again_at = 0.0
 
     @classmethod
     def parse(cls, bucket: str, options: Mapping[str, object]) -> Self:
@@ -162,16 +171,21 @@ class S3(Provider):
                 with self._lock:
                     self._endpoint = endpoint
                     current.replace(found)
-                self._last_diagnosis.forget()  # made with the old credentials
+                with self._diagnosing:  # that under way was begun with the old credentials
+                    self._diagnose_again_at = 0.0
             return is_renewed
 
     def diagnose(self, prefix: str, *, listing: bool = False, reuse: bool = False) -> CloudError | None:
         """Implement `Provider.diagnose`. Listings are rare and sequential, so their diagnoses are not reused."""
-
-        def diagnose() -> CloudError | None:
-            return diagnose_s3(self.endpoint(), self.options, bucket=self.bucket, prefix=prefix, listing=listing)
-
-        return diagnose() if listing else self._last_diagnosis.get(diagnose, reuse=reuse)
+        if listing:
+            return diagnose_s3(self.endpoint(), self.options, bucket=self.bucket, prefix=prefix, listing=True)
+        with self._diagnosing:
+            if not reuse or time.monotonic() >= self._diagnose_again_at:
+                self._diagnosis = diagnose_s3(self.endpoint(), self.options, bucket=self.bucket, prefix=prefix)
+                is_lasting = self._diagnosis is not None and not isinstance(self._diagnosis, TransientStorageError)
+                again_seconds = _REUSE_LASTING_SECONDS if is_lasting else _REUSE_SECONDS
+                self._diagnose_again_at = time.monotonic() + again_seconds
+            return self._diagnosis
 
 
 def _forbid_other_hosts(endpoint_url: str) -> ClientConfig:
