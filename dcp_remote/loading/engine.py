@@ -47,19 +47,15 @@ class Target(Protocol):
     @property
     def want(self) -> Want:
         """Part of a chunk, or object, that the target needs."""
-        ...
 
     def place(self, span: ByteRange) -> memoryview | None:
         """Return the memory to read these bytes into; None if they have to be copied by `take`."""
-        ...
 
     def take(self, span: ByteRange, data: memoryview) -> None:
         """Copy the wanted part of these bytes."""
-        ...
 
     def complete(self) -> None:
         """Finish: all bytes have arrived and are verified."""
-        ...
 
 
 def read_targets(

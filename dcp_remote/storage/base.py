@@ -88,16 +88,13 @@ class ObjectStore(Protocol):
     @property
     def url(self) -> str:
         """URL that keys are relative to, in canonical form and without credentials."""
-        ...
 
     @property
     def capabilities(self) -> Capabilities:
         """Abilities of this store. Sends no request."""
-        ...
 
     def child(self, prefix: str) -> ObjectStore:
         """Return this store with keys relative to `prefix`. Sends no request."""
-        ...
 
     def head(self, key: str) -> ObjectInfo:
         """Return the metadata of one object.
@@ -105,7 +102,6 @@ class ObjectStore(Protocol):
         Raises:
             ObjectNotFoundError: There is no such object.
         """
-        ...
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
         """Read a whole object in one request.
@@ -118,7 +114,6 @@ class ObjectStore(Protocol):
             ObjectNotFoundError: There is no such object.
             CorruptCheckpointError: The object is larger than `limit_bytes`.
         """
-        ...
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Read `len(buffer)` bytes, at least 1, from offset `start` into `buffer`, in one request.
@@ -129,7 +124,6 @@ class ObjectStore(Protocol):
             ObjectNotFoundError: There is no such object.
             CorruptCheckpointError: The object ends before `start + len(buffer)`.
         """
-        ...
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Write one object atomically, in one request: readers see the whole object or the state before.
@@ -142,7 +136,6 @@ class ObjectStore(Protocol):
                 earlier attempt of this same put may be the reason.
             InvalidArgumentError: `condition` is a `Version`, and the store cannot compare and swap.
         """
-        ...
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose keys begin with `prefix` and are greater than `after`, ordered by key.
@@ -150,7 +143,6 @@ class ObjectStore(Protocol):
         The order is that of Unicode code points; keys beyond ASCII, which dcp_remote never writes, come in the store's
         own order (see `may_follow`). Never called on the path of a save or a load.
         """
-        ...
 
     def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
         """Delete many objects; a missing object counts as deleted.
@@ -158,7 +150,6 @@ class ObjectStore(Protocol):
         Returns:
             Errors of the keys that could not be deleted, by key.
         """
-        ...
 
 
 class PlacedStore:
