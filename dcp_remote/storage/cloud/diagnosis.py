@@ -12,7 +12,7 @@ from botocore.httpsession import URLLib3Session
 from botocore.utils import get_environ_proxies
 
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
-from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, presign_s3
+from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, create_client
 from dcp_remote.storage.cloud.errors import (
     ADVICE,
     NO_SUCH_BUCKET_CODE,
@@ -48,12 +48,11 @@ def diagnose_s3(
         An error without the details of a request. None if nothing is found: the bucket answers well, or is as
         overloaded as before.
     """
-    key = f"{prefix}/{PROBE_KEY}" if prefix else PROBE_KEY
+    operation = "list_objects_v2" if listing else "get_object"
+    place = {"Prefix": prefix, "MaxKeys": 1} if listing else {"Key": f"{prefix}/{PROBE_KEY}".lstrip("/")}
     try:
-        if listing:
-            url = presign_s3(endpoint, options, "list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
-        else:
-            url = presign_s3(endpoint, options, "get_object", Bucket=bucket, Key=key)
+        client = create_client(endpoint.session, options)
+        url = client.generate_presigned_url(operation, Params={"Bucket": bucket, **place}, ExpiresIn=60)  # a secret
         answer = send_by_botocore("GET", url, endpoint)
         body = answer.content.decode(errors="replace")
     except StorageError as error:

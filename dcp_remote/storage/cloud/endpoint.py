@@ -122,17 +122,6 @@ def _make_profile_error(session: Session, options: S3Options) -> InvalidArgument
     )
 
 
-def presign_s3(endpoint: S3Endpoint, options: S3Options, operation: str, **parameters: str | int) -> str:
-    """Return a signed URL for an operation of boto3's client, valid for a minute: a secret.
-
-    Raises:
-        botocore.exceptions.BotoCoreError: There are no credentials any more.
-    """
-    client = create_client(endpoint.session, options)
-    url: str = client.generate_presigned_url(operation, Params=parameters, ExpiresIn=60)
-    return url
-
-
 def create_client(session: Session, options: S3Options, *, is_signed: bool = True, **settings: Any) -> Any:
     """Return botocore's client of the bucket; `settings` are those of `botocore.config.Config`."""
     signature: Any = "s3v4" if is_signed and not options.anon else UNSIGNED
