@@ -84,14 +84,6 @@ class RequestSlots:
     @contextmanager
     def slot(self) -> Iterator[None]:
         """Hold a slot while a block runs; transient error if the deadline of the request passes before one is free."""
-        if not self._slots.acquire(blocking=False):
-            self._wait()
-        try:
-            yield
-        finally:
-            self._slots.release()
-
-    def _wait(self) -> None:
         has_slot = False
         try:
             with writes_nothing():
@@ -100,10 +92,10 @@ class RequestSlots:
                         raise TransientStorageError(
                             _NO_TIME.format("requests_in_flight"), requests_in_flight=self._count
                         )
-        except BaseException:
-            if has_slot:  # the load that asked was given up meanwhile
+            yield
+        finally:
+            if has_slot:  # also if the load that asked was given up meanwhile
                 self._slots.release()
-            raise
 
 
 class LimitedStore(WrappedStore):

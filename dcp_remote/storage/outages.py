@@ -68,15 +68,12 @@ class Outage:
                 is_silent = now_seconds - sent_seconds >= INTERVAL_SECONDS
                 self._failing[number] = _Failing(sent_seconds if is_silent else now_seconds, left_seconds)
             oldest = min(self._failing.values(), key=lambda failing: failing.began_seconds)
-            last_seconds = self._logged_seconds
-            if last_seconds is None:
-                is_due = now_seconds - oldest.began_seconds >= FIRST_SECONDS
-            else:
-                is_due = now_seconds - last_seconds >= INTERVAL_SECONDS
-            if not is_due:
-                return
-            if last_seconds is None:
+            if self._logged_seconds is None:
+                if now_seconds - oldest.began_seconds < FIRST_SECONDS:
+                    return
                 self._began_seconds = oldest.began_seconds
+            elif now_seconds - self._logged_seconds < INTERVAL_SECONDS:
+                return
             self._logged_seconds = now_seconds
             count, seconds = len(self._failing), now_seconds - self._began_seconds
         details = {name: value for name, value in error.details.items() if name not in {"verb", "key", "url"}}
