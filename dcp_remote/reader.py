@@ -48,11 +48,9 @@ logger = logging.getLogger(__name__)
 class _ThreadLoad(ThreadLocation):
     """Load of one thread: its location, its id, and the manifest once it is read."""
 
-    def __init__(self, last: SharedLocation) -> None:
-        super().__init__(last)
-        self.load_id: str | None = None
-        self.manifest: Manifest | None = None
-        self.is_coordinator = False
+    load_id: str | None = None
+    manifest: Manifest | None = None
+    is_coordinator = False
 
 
 class RemoteReader(Located, StorageReader):

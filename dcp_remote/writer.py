@@ -126,10 +126,8 @@ class _Described:
 class _ThreadState(ThreadLocation):
     """Location and current save of one thread."""
 
-    def __init__(self, last: SharedLocation) -> None:
-        super().__init__(last)
-        self.next_save_id: str | None = None
-        self.save: _Save | None = None
+    next_save_id: str | None = None
+    save: _Save | None = None
 
 
 class RemoteWriter(Located, StorageWriter):

@@ -10,6 +10,7 @@ from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.format.entry_names import match_names
 from dcp_remote.loading.prefix_rename import PrefixRename
 from dcp_remote.serialization.name_links import NameLink
+from dcp_remote.storage.location import require_choice
 
 Patterns: TypeAlias = str | Sequence[str]
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
@@ -31,10 +32,10 @@ class LoadOptions:
     dtype: Literal["error", "convert"] = "error"
 
     def __post_init__(self) -> None:
-        _require_choice("missing", self.missing, "keep")
-        _require_choice("unexpected", self.unexpected, "ignore")
+        require_choice("missing", self.missing, ("error", "keep"))
+        require_choice("unexpected", self.unexpected, ("error", "ignore"))
         hint = " The argument converts to the dtypes of the state; `load` takes a torch.dtype."
-        _require_choice("dtype", self.dtype, "convert", hint)
+        require_choice("dtype", self.dtype, ("error", "convert"), hint)
         if self.rename is not None and not callable(self.rename):
             _require_texts(self.rename)
         if self.include is not None:
@@ -130,11 +131,6 @@ def rename_path(path: Path, new: str) -> Path:
     if len(parts) == 1 and isinstance(parts[0], int) and new.isdecimal():
         middle = [int(new)]  # a place in a list
     return (*head, *(middle if new else []), *tail)
-
-
-def _require_choice(name: str, value: object, other: str, hint: str = "") -> None:
-    if value not in ("error", other):
-        raise InvalidArgumentError(f'{name} must be "error" or "{other}".{hint}', **{name: value})
 
 
 def _to_patterns(name: str, patterns: Any) -> tuple[str, ...]:

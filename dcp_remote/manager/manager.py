@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, TypeAlias, get_args
 
@@ -53,7 +53,7 @@ from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.serialization.state_dict import TensorRoles, as_state, build_saved_state
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.counting import CountingStore
-from dcp_remote.storage.location import Location, join_job, require_budget, require_timeout
+from dcp_remote.storage.location import Location, join_job, require_budget, require_choice, require_timeout
 from dcp_remote.storage.outages import name_speaker
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class CheckpointManager:
         require_budget(memory_budget_bytes)
         rules = (("replicas", replicas, Replicas), ("when_busy", when_busy, WhenBusy), ("on_error", on_error, OnError))
         for name, value, choices in rules:
-            _require_choice(name, value, get_args(choices))
+            require_choice(name, value, get_args(choices))
         require_shard_bytes(shard_bytes, memory_budget_bytes)
         check_progress(progress)
         self._progress, self._rank_sockets = progress, check_rank_sockets(rank_sockets)
@@ -876,12 +876,6 @@ class CheckpointManager:
                 pid=os.getpid(),
                 made_by_pid=self._pid,
             )
-
-
-def _require_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        listed = " or ".join(f'"{choice}"' for choice in choices)
-        raise InvalidArgumentError(f"{name} must be {listed}.", **{name: value})
 
 
 def _makes_state(state: object) -> bool:

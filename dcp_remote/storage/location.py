@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -169,6 +169,13 @@ def require_budget(memory_budget_bytes: int) -> None:
             memory_budget_bytes=memory_budget_bytes,
             type=type(memory_budget_bytes).__name__,
         )
+
+
+def require_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    """Refuse a value that is none of the texts to choose from."""
+    if value not in choices:
+        listed = " or ".join(f'"{choice}"' for choice in choices)
+        raise InvalidArgumentError(f"{name} must be {listed}.{hint}", **{name: value})
 
 
 def require_timeout(timeout_seconds: object, *, name: str = "timeout_seconds") -> None:
