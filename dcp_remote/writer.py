@@ -378,7 +378,7 @@ class RemoteWriter(Located, StorageWriter):
                 [result.storage_data for written in results for result in written],
                 url=save.store.url,
                 save_id=save.save_id,
-                replaces=save.slot.lineage,
+                replaces=commit.list_replaced(save.slot),
                 segment_names=ShardNames(0),
                 put=storing.put,
             )
@@ -422,12 +422,12 @@ class RemoteWriter(Located, StorageWriter):
 
     def _read_slot(self, store: ObjectStore) -> Slot:
         slot = commit.read_slot(store)
-        if slot.committed and not self._overwrite:
+        if commit.is_committed(slot) and not self._overwrite:
             raise CheckpointExistsError(
                 "Checkpoint already exists. Choose another URL, or pass overwrite=True to replace it.",
                 url=store.url,
-                save_id=slot.head.save_id if slot.head else None,
-                unreadable=slot.unreadable,
+                save_id=slot.content.save_id if slot.content else None,
+                unreadable=slot.error,
             )
         return slot
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import (
@@ -21,8 +20,8 @@ from dcp_remote.errors import (
 )
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
-from dcp_remote.run.conditional_put import put_until_settled, require_compare_and_swap
-from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.run.conditional_put import Found, put_until_settled, require_compare_and_swap
+from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import RetryingStore
@@ -31,21 +30,12 @@ from dcp_remote.storage.retrying import RetryingStore
 Change = Callable[[Catalog], Catalog | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Catalog as it was read, and the version of its object."""
-
-    catalog: Catalog
-    version: Version
-
-
 def read_catalog(store: ObjectStore) -> Catalog | None:
     """Read and check the catalog; return None if there is none. One GET, and one more if the answer is damaged.
 
     `dcp-remote recover` rebuilds a damaged one (`CorruptCheckpointError`).
     """
-    seen = see_catalog(store)
-    return seen.catalog if seen is not None else None
+    return see_catalog(store).content
 
 
 def require_catalog(store: ObjectStore) -> Catalog:
@@ -56,20 +46,20 @@ def require_catalog(store: ObjectStore) -> Catalog:
     return catalog
 
 
-def see_catalog(store: ObjectStore) -> Seen | None:
+def see_catalog(store: ObjectStore) -> Found[Catalog]:
     """Read the catalog as `read_catalog` does, with the version that a swap compares."""
     try:
         content, catalog = get_decoded(
             store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX
         )
     except ObjectNotFoundError:
-        return None
+        return Found(None)
     except CorruptCheckpointError as error:
         what = f"The catalog of this run cannot be read: {error.what} `dcp-remote recover` rebuilds it."
         raise CorruptCheckpointError(what, **{"url": store.url, **error.details}) from error
     except UnsupportedFormatError as error:
         raise error.with_details(url=store.url) from error
-    return Seen(catalog, content.version)
+    return Found(content.version, catalog)
 
 
 def missing_catalog(store: ObjectStore) -> CheckpointNotFoundError:
@@ -104,16 +94,16 @@ def swap(
     empty = Catalog(uuid.uuid4().hex)
     after = empty
 
-    def decide(seen: Seen | None) -> bytes | None:
+    def decide(seen: Found[Catalog]) -> bytes | None:
         nonlocal after
-        if seen is None and not create:
+        if seen.content is None and not create:
             raise missing_catalog(store)
         # Before `change`, which may check its deadline: no probe comes between that check and the PUT.
         require_conditional_writes(store, deadline, swaps=True)
-        now = empty if seen is None else seen.catalog
+        now = seen.content or empty
         wanted = change(now)
         after = now if wanted is None else wanted
-        if wanted is None and seen is not None:
+        if wanted is None and seen.content is not None:
             return None
         return catalog_json.encode(after, uuid.uuid4().hex)
 

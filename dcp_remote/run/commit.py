@@ -6,7 +6,7 @@ out whether it was written: a PUT without a clear answer is settled by reading t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
@@ -14,33 +14,26 @@ from dcp_remote.format import manifest_json
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.format.manifest_json import Head
-from dcp_remote.run.conditional_put import FailedPut, find, put_until_settled
-from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.run.conditional_put import FailedPut, Found, find, put_until_settled
+from dcp_remote.storage.base import ObjectStore
 
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Object at the manifest's key, as it was read."""
-
-    version: Version | None  # None if there is no object
-    head: Head | None  # save that wrote it; None if there is no object, or if it cannot be read
-    unreadable: str | None = None  # why the object cannot be read; None if it can, or if there is none
-
-    @property
-    def committed(self) -> bool:
-        """True if a checkpoint is here, or an object that must not be taken for the absence of one."""
-        return self.version is not None and (self.head is None or self.head.kind != manifest_json.TOMBSTONE)
-
-    @property
-    def lineage(self) -> tuple[str, ...]:
-        """Ids of the saves that a manifest put over this one replaces, newest first."""
-        return (self.head.save_id, *self.head.replaces)[:REPLACES_MAX] if self.head else ()
+# Object at the manifest's key, as it was read.
+Slot: TypeAlias = Found[Head]
 
 
 def read_slot(store: ObjectStore) -> Slot:
     """Read the object at the manifest's key; one GET, and one more if it cannot be read. Coordinator only."""
-    found = find(store, MANIFEST_KEY, manifest_json.decode_head, limit_bytes=STORED_BYTES_MAX)
-    return Slot(found.version, found.content, unreadable=str(found.error) if found.error is not None else None)
+    return find(store, MANIFEST_KEY, manifest_json.decode_head, limit_bytes=STORED_BYTES_MAX)
+
+
+def is_committed(slot: Slot) -> bool:
+    """Return whether a checkpoint is here, or an object that must not be taken for the absence of one."""
+    return slot.version is not None and (slot.content is None or slot.content.kind != manifest_json.TOMBSTONE)
+
+
+def list_replaced(slot: Slot) -> tuple[str, ...]:
+    """Return the ids of the saves that a manifest put over this one replaces, newest first."""
+    return (slot.content.save_id, *slot.content.replaces)[:REPLACES_MAX] if slot.content else ()
 
 
 def commit(store: ObjectStore, slot: Slot, body: bytes, *, save_id: str, deadline: Deadline) -> None:
@@ -54,7 +47,7 @@ def commit(store: ObjectStore, slot: Slot, body: bytes, *, save_id: str, deadlin
     """
 
     def decide(now: Slot, failed: FailedPut) -> bytes | None:
-        if now.head is not None and save_id in (now.head.save_id, *now.head.replaces):
+        if now.content is not None and save_id in (now.content.save_id, *now.content.replaces):
             return None
         if now.version != slot.version:
             raise _lost(store, save_id, slot, now, failed) from failed.error
@@ -77,15 +70,13 @@ def _lost(
 ) -> CommitConflictError | CommitUnknownError:
     # A manifest that lists all saves since the slot was seen, and not ours, proves that ours was not committed. One
     # that was removed or cannot be read proves nothing, nor does one whose list has reached its limit and lost its end.
-    is_proven = now.head is not None and (
-        len(now.head.replaces) < REPLACES_MAX
-        or (slot.head is not None and slot.head.save_id in (now.head.save_id, *now.head.replaces))
+    head, before = now.content, slot.content
+    is_proven = head is not None and (
+        len(head.replaces) < REPLACES_MAX or (before is not None and before.save_id in (head.save_id, *head.replaces))
     )
     if failed.is_unclear and not is_proven:
         return _unknown(store, save_id, failed.error)
-    if now.head is not None and (
-        not now.committed or (slot.head is not None and now.head.save_id == slot.head.save_id)
-    ):
+    if head is not None and (not is_committed(now) or (before is not None and head.save_id == before.save_id)):
         return CommitConflictError(
             "Orphans were removed here since this save began, perhaps its shards among them; it was not committed. "
             "Save again.",
@@ -97,7 +88,7 @@ def _lost(
         "the checkpoint (`dcp-remote show`), then save again.",
         url=store.url,
         save_id=save_id,
-        committed=now.head.save_id if now.head else now.unreadable,
+        committed=head.save_id if head else now.error,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.common.deadline import Deadline, RetryPolicy
@@ -93,17 +93,6 @@ def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, l
     return found
 
 
-class _Versioned(Protocol):
-    """Object as it was read."""
-
-    @property
-    def version(self) -> Version | None:
-        """Version of the object; None if there was none."""
-
-
-_Seen = TypeVar("_Seen", bound=_Versioned | None)
-
-
 class Backoff:
     """Pauses between attempts, with full jitter."""
 
@@ -135,16 +124,16 @@ def put_until_settled(
     store: ObjectStore,
     key: str,
     body: Buffer,
-    seen: _Seen,
+    seen: Found[_Content],
     *,
-    look: Callable[[], _Seen],
-    decide: Callable[[_Seen, FailedPut], Buffer | None],
+    look: Callable[[], Found[_Content]],
+    decide: Callable[[Found[_Content], FailedPut], Buffer | None],
     unknown: Callable[[DcpRemoteError], DcpRemoteError],
     deadline: Deadline,
 ) -> None:
     """Put an object on the condition that it is as it was seen, until it is known what became of that.
 
-    No other write has the same bytes as `body`. The version of `seen` (None: absent) is the condition. After each
+    No other write has the same bytes as `body`. The version of `seen` is the condition. After each
     failure `look` reads the object, and `decide` is called with what is there now: it returns the content to put on
     that condition, or None if the caller's write was carried out; it raises if it was not and must not be tried again.
     `unknown` makes the error for a PUT of which it could not be found out by the deadline whether it was carried out.
@@ -158,7 +147,7 @@ def put_until_settled(
     backoff, refusals, is_unclear = Backoff(deadline), 0, False
     while content is not None:
         try:
-            store.put(key, [content], condition=_version(seen) or "absent")
+            store.put(key, [content], condition=seen.version or "absent")
         except DcpRemoteError as error:
             failure = error
         else:
@@ -175,7 +164,7 @@ def put_until_settled(
             raise (unknown(failure) if is_unclear or is_refused else failure) from error
         content = decide(now, FailedPut(failure, is_unclear))
         if content is not None:
-            is_same = _version(now) == _version(seen)
+            is_same = now.version == seen.version
             # A PUT that is still on its way cannot succeed once the object has another version.
             is_unclear &= is_same
             refusals = refusals + 1 if is_refused and is_same else 0
@@ -184,10 +173,6 @@ def put_until_settled(
             if is_last:
                 raise unknown(failure) from failure
             seen = now
-
-
-def _version(seen: _Versioned | None) -> Version | None:
-    return None if seen is None else seen.version
 
 
 def _require_retryable(store: ObjectStore, key: str, failure: DcpRemoteError, refusals: int) -> None:

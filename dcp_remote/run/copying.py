@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Lock
 
 import numpy as np
@@ -49,7 +48,7 @@ from dcp_remote.format.keys import manifest_key, origin
 from dcp_remote.format.manifest import Manifest, RunInfo
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.catalog_store import swap
-from dcp_remote.run.conditional_put import find_object, put_until_settled
+from dcp_remote.run.conditional_put import Found, find_object, put_until_settled
 from dcp_remote.run.info import require_run
 from dcp_remote.run.lookup import (
     explain_missing_shard,
@@ -302,7 +301,10 @@ class _Copier:
                 return
             shard, deadline = shards[key], Deadline(_COPY_SECONDS)
             writing = RetryingStore(self._destination, deadline)
-            look = partial(find_object, writing, key)
+
+            def look() -> Found[ObjectInfo]:
+                info = find_object(writing, key)
+                return Found(info.version if info is not None else None, info)
 
             def is_whole(found: ObjectInfo | None) -> bool:
                 if found is not None and found.size_bytes != shard.size_bytes:
@@ -317,16 +319,18 @@ class _Copier:
                 return found is not None
 
             try:
-                is_there = is_whole(look())
+                before = look()
+                is_there = is_whole(before.content)
                 if not is_there:
                     body = self._read_shard(manifest, shard, RetryingStore(self._source, deadline))
                     put_until_settled(
                         writing,
                         key,
                         body,
-                        None,
+                        before,
                         look=look,
-                        decide=lambda there, _: None if is_whole(there) else body,  # another copier may have put it
+                        # Another copier may have put it.
+                        decide=lambda there, _: None if is_whole(there.content) else body,
                         unknown=lambda failure: failure,
                         deadline=deadline,
                     )

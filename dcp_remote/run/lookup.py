@@ -391,7 +391,7 @@ def explain_missing_shard(
     """
     reading = RetryingStore(store, Deadline(retry_seconds))
     if manifest.run is None:
-        head = _look_again(lambda: read_slot(reading), error).head
+        head = _look_again(lambda: read_slot(reading), error).content
         if head is not None and head.save_id == manifest.save_id:
             return None
         return CheckpointGoneError(

@@ -291,14 +291,14 @@ class Unheard(NamedTuple):
 def unheard(store: MemoryStore, step: int) -> Unheard:
     attempt = begin(store, step)
     seen = see_catalog(store)
-    assert seen is not None
-    after = add_entry(seen.catalog, attempt)
+    assert seen.content is not None
+    after = add_entry(seen.content, attempt)
     assert after is not None
     body = encode(after, "f" * 32)
 
     def arrive() -> None:
         with suppress(ConditionFailedError):
-            store.put(CATALOG_KEY, [body], condition=seen.version)
+            store.put(CATALOG_KEY, [body], condition=seen.version or "absent")
 
     shards = decode(store.space.objects[attempt.entry.manifest].data).shards.keys
     return Unheard(arrive, attempt.entry, shards, attempt.run_id)

@@ -37,7 +37,8 @@ from dcp_remote.format.catalog import (
 )
 from dcp_remote.format.catalog_json import STORED_BYTES_MAX, encode
 from dcp_remote.format.document import seal, unseal
-from dcp_remote.run.catalog_store import Change, Seen, read_catalog, see_catalog, swap
+from dcp_remote.run.catalog_store import Change, read_catalog, see_catalog, swap
+from dcp_remote.run.conditional_put import Found
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Capabilities
 from dcp_remote.storage.wrapper import WrappedStore
@@ -53,7 +54,7 @@ from tests.support.faults import denied, verb_is
 def test_reading() -> None:
     """Read a catalog and an absent one: one request each, and no error."""
     recording = RecordingStore(store_of())
-    assert see_catalog(recording) == Seen(ONE, recording.head(CATALOG_KEY).version)
+    assert see_catalog(recording) == Found(recording.head(CATALOG_KEY).version, ONE)
     assert recording.calls[0] == ("get", CATALOG_KEY)
     assert recording.count("get") == 1
     assert read_catalog(store_of()) == ONE

@@ -25,7 +25,7 @@ from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import MANIFEST_KEY, REPLACES_MAX
 from dcp_remote.format.manifest_json import decode_head, make_tombstone
 from dcp_remote.run import commit as commit_module
-from dcp_remote.run.commit import Slot, commit, read_slot
+from dcp_remote.run.commit import Slot, commit, is_committed, list_replaced, read_slot
 from dcp_remote.storage import MemoryStore, ObjectStore
 from dcp_remote.storage.base import Condition, Content, Version
 from dcp_remote.storage.wrapper import WrappedStore
@@ -41,7 +41,9 @@ is_put, is_get = verb_is("put"), verb_is("get")
 
 def body(save_id: str, slot: Slot | None = None) -> bytes:
     """Return the parts of a manifest that a commit reads."""
-    return seal(unseal(make_tombstone(save_id, slot.lineage if slot else ())).replace(b"tombstone", b"checkpoint"))
+    return seal(
+        unseal(make_tombstone(save_id, list_replaced(slot) if slot else ())).replace(b"tombstone", b"checkpoint")
+    )
 
 
 def run(
@@ -73,12 +75,12 @@ def test_one_request(replacing: bool) -> None:
     """Commit without faults: one PUT on the condition seen, and no read."""
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
-    assert slot.lineage == ((OLD,) if replacing else ())
+    assert list_replaced(slot) == ((OLD,) if replacing else ())
     recording = RecordingStore(memory)
     run(recording, slot)
     assert recording.calls == [("put", MANIFEST_KEY)]
     assert committed_in(memory) == OURS
-    assert decode_head(memory.get(MANIFEST_KEY, limit_bytes=1 << 20).data).replaces == slot.lineage
+    assert decode_head(memory.get(MANIFEST_KEY, limit_bytes=1 << 20).data).replaces == list_replaced(slot)
 
 
 @BOTH
@@ -183,13 +185,13 @@ def test_a_tombstone(replacing: bool) -> None:
     """Put a tombstone: a conflict for a save that began before, and a slot that a later save replaces."""
     memory = store_of(replacing=replacing)
     slot = read_slot(memory)
-    memory.put(MANIFEST_KEY, [make_tombstone(THEIRS, slot.lineage)])
+    memory.put(MANIFEST_KEY, [make_tombstone(THEIRS, list_replaced(slot))])
     for faults in ([], [Fault(is_put, "request")]):
         with pytest.raises(CommitConflictError):
             run(FaultyStore(memory, faults), slot)
     now = read_slot(memory)
-    assert not now.committed
-    assert now.lineage == (THEIRS, *slot.lineage)
+    assert not is_committed(now)
+    assert list_replaced(now) == (THEIRS, *list_replaced(slot))
     run(memory, now)
     assert committed_in(memory) == OURS
 
@@ -202,12 +204,12 @@ def test_what_cannot_be_read_is_not_nothing(garbage: bytes, monkeypatch: pytest.
     monkeypatch.setattr(commit_module, "STORED_BYTES_MAX", 1000)
     memory = MemoryStore()
     fresh = read_slot(memory)
-    assert not fresh.committed
+    assert not is_committed(fresh)
     memory.put(MANIFEST_KEY, [garbage])
     slot = read_slot(memory)
-    assert slot.committed
-    assert slot.unreadable
-    assert slot.lineage == ()
+    assert is_committed(slot)
+    assert slot.error
+    assert list_replaced(slot) == ()
     with pytest.raises(CommitConflictError):
         run(memory, fresh)
     # The object may have replaced this save's manifest, whose PUT had no answer: the outcome is unknown.

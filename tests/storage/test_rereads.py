@@ -154,8 +154,8 @@ def test_a_save_and_a_recovery(saved: Saved) -> None:
         manager.save(2, {"x": 2}, wait=True)
         assert manager.run.steps() == [1, 2]
     slot = read_slot(FlippingStore(saved.store, is_first_way))
-    assert slot.head is not None
-    assert slot.head.save_id == saved.manifest.save_id
+    assert slot.content is not None
+    assert slot.content.save_id == saved.manifest.save_id
     del run.space.objects[CATALOG_KEY]
     found = find_recovery(FlippingStore(run, is_first_way))
     assert [entry.step for entry in found.catalog.entries] == [1, 2]

@@ -138,7 +138,7 @@ def test_one_of_eight_commits_wins(ceph: CephGateway, bucket: str) -> None:
 
         told = run_at_once(8, put_manifest)
         assert sorted(told) == ["committed"] + ["conflict"] * 7
-        head = commit.read_slot(store).head
+        head = commit.read_slot(store).content
         assert head is not None
         assert head.save_id == save_ids[told.index("committed")]
 
