@@ -18,74 +18,43 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dcp_remote import errors
+from dcp_remote import errors as errors
 
 if TYPE_CHECKING:
-    from dcp_remote.coordination.torch_errors import plain_errors
-    from dcp_remote.loading.load import load
-    from dcp_remote.loading.peer_sockets import RankSockets
-    from dcp_remote.loading.planner import RemoteLoadPlanner
-    from dcp_remote.loading.run_handle import Run, open_run
-    from dcp_remote.manager.manager import CheckpointManager
-    from dcp_remote.manager.progress import ProgressReport
-    from dcp_remote.manager.random_states import RandomStates
-    from dcp_remote.manager.reports import LoadReport, SaveReport
-    from dcp_remote.manager.save_policy import SavePolicy
-    from dcp_remote.manager.training_state import training_state
-    from dcp_remote.reader import RemoteReader
-    from dcp_remote.run.info import CheckpointInfo, latest
-    from dcp_remote.run.retention import Best, Retention
-    from dcp_remote.run.verification import VerifyReport
-    from dcp_remote.serialization.files import Files
-    from dcp_remote.serialization.local_boxes import LocalBoxes
-    from dcp_remote.serialization.module_state import ModelState, OptimizerState
-    from dcp_remote.serialization.opaque import Opaque
-    from dcp_remote.serialization.plain_values import as_plain
-    from dcp_remote.serialization.refused_values import RefusedValue, refused_values
-    from dcp_remote.serialization.state_dict import PerRank
-    from dcp_remote.storage.url import is_remote
-    from dcp_remote.transfer.exporting import export_checkpoint
-    from dcp_remote.transfer.importing import import_checkpoint
-    from dcp_remote.writer import RemoteWriter
+    from dcp_remote.coordination.torch_errors import plain_errors as plain_errors
+    from dcp_remote.loading.load import load as load
+    from dcp_remote.loading.peer_sockets import RankSockets as RankSockets
+    from dcp_remote.loading.planner import RemoteLoadPlanner as RemoteLoadPlanner
+    from dcp_remote.loading.run_handle import Run as Run
+    from dcp_remote.loading.run_handle import open_run as open_run
+    from dcp_remote.manager.manager import CheckpointManager as CheckpointManager
+    from dcp_remote.manager.progress import ProgressReport as ProgressReport
+    from dcp_remote.manager.random_states import RandomStates as RandomStates
+    from dcp_remote.manager.reports import LoadReport as LoadReport
+    from dcp_remote.manager.reports import SaveReport as SaveReport
+    from dcp_remote.manager.save_policy import SavePolicy as SavePolicy
+    from dcp_remote.manager.training_state import training_state as training_state
+    from dcp_remote.reader import RemoteReader as RemoteReader
+    from dcp_remote.run.info import CheckpointInfo as CheckpointInfo
+    from dcp_remote.run.info import latest as latest
+    from dcp_remote.run.retention import Best as Best
+    from dcp_remote.run.retention import Retention as Retention
+    from dcp_remote.run.verification import VerifyReport as VerifyReport
+    from dcp_remote.serialization.files import Files as Files
+    from dcp_remote.serialization.local_boxes import LocalBoxes as LocalBoxes
+    from dcp_remote.serialization.module_state import ModelState as ModelState
+    from dcp_remote.serialization.module_state import OptimizerState as OptimizerState
+    from dcp_remote.serialization.opaque import Opaque as Opaque
+    from dcp_remote.serialization.plain_values import as_plain as as_plain
+    from dcp_remote.serialization.refused_values import RefusedValue as RefusedValue
+    from dcp_remote.serialization.refused_values import refused_values as refused_values
+    from dcp_remote.serialization.state_dict import PerRank as PerRank
+    from dcp_remote.storage.url import is_remote as is_remote
+    from dcp_remote.transfer.exporting import export_checkpoint as export_checkpoint
+    from dcp_remote.transfer.importing import import_checkpoint as import_checkpoint
+    from dcp_remote.writer import RemoteWriter as RemoteWriter
 
     __version__: str
-
-__all__ = [
-    "Best",
-    "CheckpointInfo",
-    "CheckpointManager",
-    "Files",
-    "LoadReport",
-    "LocalBoxes",
-    "ModelState",
-    "Opaque",
-    "OptimizerState",
-    "PerRank",
-    "ProgressReport",
-    "RandomStates",
-    "RankSockets",
-    "RefusedValue",
-    "RemoteLoadPlanner",
-    "RemoteReader",
-    "RemoteWriter",
-    "Retention",
-    "Run",
-    "SavePolicy",
-    "SaveReport",
-    "VerifyReport",
-    "__version__",
-    "as_plain",
-    "errors",
-    "export_checkpoint",
-    "import_checkpoint",
-    "is_remote",
-    "latest",
-    "load",
-    "open_run",
-    "plain_errors",
-    "refused_values",
-    "training_state",
-]
 
 # Imported when first used, so that the command line starts without torch.
 _LAZY = {
@@ -122,6 +91,7 @@ _LAZY = {
     "training_state": "manager.training_state",
     "plain_errors": "coordination.torch_errors",
 }
+__all__ = [*_LAZY, "__version__", "errors"]  # noqa: PLE0605  # a list of each name would be a third one
 
 
 # Oldest torch that pyproject.toml allows; an installation without dependencies, or a vendor's container, may have an

@@ -262,14 +262,7 @@ class _UnreadMetadata(Metadata):
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    @property
-    def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]  # there is no value to return
+    def _refuse(self) -> NoReturn:
         raise self.error
 
-    @property
-    def planner_data(self) -> NoReturn:
-        raise self.error
-
-    @property
-    def storage_meta(self) -> NoReturn:  # type: ignore[override]  # the same
-        raise self.error
+    state_dict_metadata = planner_data = storage_meta = property(_refuse)

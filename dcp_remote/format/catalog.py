@@ -207,20 +207,18 @@ def mark_entries(catalog: Catalog, marks: Mapping[str, bool]) -> Catalog | None:
     return None if marked == list(catalog.entries) else _with(catalog, marked)
 
 
-def thin_entry(
-    catalog: Catalog, save_id: str, *, began: int, seen: str, manifest: str, keys: Iterable[str], size_bytes: int
-) -> Catalog | None:
+def thin_entry(catalog: Catalog, thin: Entry, *, seen: str) -> Catalog | None:
     """Replace the manifest `seen` of a checkpoint by one without some top-level keys of the state dict.
 
-    `began` is the revision of the catalog when the new manifest was put, and part of its key; `size_bytes` are those of
-    the shards that it names. Return None if the checkpoint is not live with the manifest `seen`.
+    `thin` has the new manifest, its keys that were dropped and its size, and the revision of the catalog when the new
+    manifest was put, which is part of its key. Return None if the checkpoint is not live with the manifest `seen`.
     """
-    entry = next((live for live in catalog.entries if (live.save_id, live.manifest) == (save_id, seen)), None)
+    entry = next((live for live in catalog.entries if (live.save_id, live.manifest) == (thin.save_id, seen)), None)
     if entry is None:
         return None
-    _require_above_floor(catalog, began)
-    kept = tuple(sorted({*entry.thinned, *keys}))
-    return _changed(catalog, replace(entry, manifest=manifest, thinned=kept, size_bytes=size_bytes))
+    _require_above_floor(catalog, thin.began_revision)
+    keys = tuple(sorted({*entry.thinned, *thin.thinned}))
+    return _changed(catalog, replace(entry, manifest=thin.manifest, thinned=keys, size_bytes=thin.size_bytes))
 
 
 def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:

@@ -233,8 +233,4 @@ class Coordinator:
 
         `put` has the keys of its shards; `replaced`, the entries that the catalog had at its step before.
         """
-        run = begun.run
-        entry = Entry(
-            run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began_revision=run.revision
-        )
-        self.background_deletions.failed(run.run_id, entry, put, replaced=replaced)
+        self.background_deletions.failed(begun.run.run_id, begun.entry(), put, replaced=replaced)

@@ -215,39 +215,34 @@ class Telemetry:
 
     # Created once, because the API without an SDK keeps every instrument for ever.
     @cached_property
-    def _instruments(self) -> tuple[dict[str, metrics.Counter], dict[str, metrics.Histogram]]:
+    def _instruments(self) -> dict[str, Any]:
         meter = metrics.get_meter(_SCOPE, meter_provider=self._meter_provider)
+        histogram = partial(meter.create_histogram, explicit_bucket_boundaries_advisory=_BOUNDARIES_SECONDS)
+        create: dict[str, Callable[..., Any]] = {"counter": meter.create_counter, "histogram": histogram}
         return {
-            metric.name: meter.create_counter(metric.name, metric.unit, metric.text)
+            metric.name: create[metric.kind](metric.name, metric.unit, metric.text)
             for metric in METRICS
-            if metric.kind == "counter"
-        }, {
-            metric.name: meter.create_histogram(
-                metric.name, metric.unit, metric.text, explicit_bucket_boundaries_advisory=_BOUNDARIES_SECONDS
-            )
-            for metric in METRICS
-            if metric.kind == "histogram"
+            if metric.kind in create
         }
 
     def _record(
         self, operation: str, url: str, report: SaveReport | LoadReport | None, error: BaseException | None
     ) -> None:
-        counters, histograms = self._instruments
-        run = {_URL: url}
+        instruments, run = self._instruments, {_URL: url}
         labels = {**run, _OPERATION: operation}
         if error is not None:
-            counters["dcp_remote.failures"].add(1, labels | {"error.type": _type_name(error)})
+            instruments["dcp_remote.failures"].add(1, labels | {"error.type": _type_name(error)})
         if report is not None:
             for name, value in _attributes(report).items():
-                if name in counters:
+                if name in instruments:
                     # Bytes need no operation, because their counters are of one each.
-                    counters[name].add(value, run if ".bytes." in name else labels)
+                    instruments[name].add(value, run if ".bytes." in name else labels)
             if isinstance(report, SaveReport):
                 blocked_seconds = report.seconds.blocked if report.background else report.seconds.total
-                counters["dcp_remote.blocked.duration"].add(blocked_seconds, run)
-            histograms["dcp_remote.duration"].record(report.seconds.total, labels)
+                instruments["dcp_remote.blocked.duration"].add(blocked_seconds, run)
+            instruments["dcp_remote.duration"].record(report.seconds.total, labels)
             for phase, seconds in asdict(report.seconds).items():
-                histograms["dcp_remote.phase.duration"].record(seconds, labels | {"dcp_remote.phase": phase})
+                instruments["dcp_remote.phase.duration"].record(seconds, labels | {"dcp_remote.phase": phase})
 
 
 @cache

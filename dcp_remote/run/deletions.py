@@ -71,17 +71,6 @@ def describe_unreadable(entry: Entry, error: object, consequence: str = "retenti
 
 
 @dataclass(frozen=True, slots=True)
-class _Thin:
-    """Thinned manifest, ready to be put."""
-
-    key: str
-    body: bytes
-    keys: tuple[str, ...]
-    size_bytes: int
-    began: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Noted:
     """Checkpoint or attempt that may not be live: its run, the entry that it has or would have in the catalog."""
 
@@ -234,11 +223,11 @@ class Deletions:
             return Applied(now, reason=self._tell(unreadable))
         if not decision.retire and not ready:
             return Applied(now)
-        for replaced, thin in ready.items():
-            entry = next(entry for entry in now.entries if entry.manifest == replaced)
-            self.note(now.run_id, replace(entry, manifest=thin.key, began_revision=thin.began), ())
+        for thin, body in ready.values():
+            self.note(now.run_id, thin, ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
-            RetryingStore(self._store, deadline).put(thin.key, [thin.body])
+            RetryingStore(self._store, deadline).put(thin.manifest, [body])
+        thinned = {replaced: thin for replaced, (thin, _) in ready.items()}
         # Checkpoints that go: by save if retired, since another job may thin the checkpoint before the swap, and then
         # deletes what it thinned; by manifest if thinned.
         gone: dict[str, Entry] = {}
@@ -246,7 +235,7 @@ class Deletions:
         def change(run: Catalog) -> Catalog | None:
             require_owner(run, owner)
             decided = choose(run)
-            after = _changed(run, decided, ready)
+            after = _changed(run, decided, thinned)
             kept, retiring = {entry.manifest for entry in (after or run).entries}, frozenset(decided.retire)
             for entry in run.entries:
                 if entry.manifest not in kept:
@@ -259,13 +248,16 @@ class Deletions:
             # Even if the swap raised, the catalog may have been swapped.
             for entry in gone.values():
                 self.note(now.run_id, entry)
-        return self._applied(after, gone, ready, deadline)
+        return self._applied(after, gone, thinned, deadline)
 
     def _prepared(
         self, now: Catalog, steps: Collection[int], keys: tuple[str, ...], deadline: Deadline
-    ) -> tuple[dict[str, _Thin], dict[Entry, DcpRemoteError]]:
-        """Make thinned manifests, by the key of the one that each replaces; and errors of those that are unreadable."""
-        ready: dict[str, _Thin] = {}
+    ) -> tuple[dict[str, tuple[Entry, bytes]], dict[Entry, DcpRemoteError]]:
+        """Make thinned manifests, by the key of the one that each replaces; and errors of those that are unreadable.
+
+        The entry of one has its key, and the revision at which thinning began, for `note`.
+        """
+        ready: dict[str, tuple[Entry, bytes]] = {}
         unreadable: dict[Entry, DcpRemoteError] = {}
         for entry in now.entries:
             if entry.step not in steps or len(ready) == _THINNED_AT_ONCE_MAX:
@@ -282,20 +274,20 @@ class Deletions:
                 continue
             # The key has the revision of the catalog that was read, not that of the checkpoint: gc goes by it.
             key = manifest_key(revision=now.revision, step=entry.step)
-            body = manifest_json.encode(thin)
-            ready[entry.manifest] = _Thin(key, body, thin.run.thinned, thin.total_bytes, began=now.revision)
+            made = replace(entry, manifest=key, thinned=thin.run.thinned, size_bytes=thin.total_bytes)
+            ready[entry.manifest] = replace(made, began_revision=now.revision), manifest_json.encode(thin)
             self.named.remember(key, thin.shards.keys)
         return ready, unreadable
 
     def _applied(
-        self, after: Catalog, gone: Mapping[str, Entry], ready: Mapping[str, _Thin], deadline: Deadline
+        self, after: Catalog, gone: Mapping[str, Entry], ready: Mapping[str, Entry], deadline: Deadline
     ) -> Applied:
         """Queue for deletion what may be deleted after a swap, and tell what was retired and thinned."""
         live, live_saves = {entry.manifest for entry in after.entries}, {entry.save_id for entry in after.entries}
         try:
             # Whichever process carried it out, perhaps this one by a swap whose answer was lost: an object that is
             # named no more can never be named again.
-            mine = {*(entry.manifest for entry in gone.values()), *(thin.key for thin in ready.values())}
+            mine = {*(entry.manifest for entry in gone.values()), *(thin.manifest for thin in ready.values())}
             reason = self._collect(after, mine, deadline)
         except StorageError as error:
             reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
@@ -305,7 +297,7 @@ class Deletions:
             retired=tuple(
                 sorted(entry.step for key, entry in gone.items() if key == entry.save_id and key not in live_saves)
             ),
-            thinned=tuple(sorted(gone[manifest].step for manifest, thin in ready.items() if thin.key in live)),
+            thinned=tuple(sorted(gone[manifest].step for manifest, thin in ready.items() if thin.manifest in live)),
             reason=reason,
         )
 
@@ -362,7 +354,7 @@ def _choose_planned(before: Catalog, planned: Decision, choose: Choose, now: Cat
     )
 
 
-def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Catalog | None:
+def _changed(run: Catalog, decision: Decision, ready: Mapping[str, Entry]) -> Catalog | None:
     """Return the catalog after a decision; None if nothing is left to do. Thins only where a new manifest is ready."""
     after = run
     thinning, retiring = frozenset(decision.thin), frozenset(decision.retire)
@@ -371,19 +363,10 @@ def _changed(run: Catalog, decision: Decision, ready: Mapping[str, _Thin]) -> Ca
         if thin is None or entry.step not in thinning:
             continue
         try:
-            made = thin_entry(
-                after,
-                entry.save_id,
-                began=thin.began,
-                seen=entry.manifest,
-                manifest=thin.key,
-                keys=thin.keys,
-                size_bytes=thin.size_bytes,
-            )
+            after = thin_entry(after, thin, seen=entry.manifest) or after
         except BeginAgainError:
             # gc may have removed the new manifest, taking it for an orphan; the next call thins.
             continue
-        after = made or after
     after = retire_entries(after, [entry.save_id for entry in run.entries if entry.step in retiring]) or after
     # A swap is one revision, however many changes it makes.
     return None if after is run else replace(after, revision=run.revision + 1)

@@ -159,6 +159,21 @@ class SaveTicket:
     before: str | None  # save_id of the checkpoint at this step that is to be overwritten
     manifest: str  # key of its manifest; no other save writes this key
 
+    def entry(self, *, size_bytes: int = 0, created: str = "") -> Entry:
+        """Return the entry of the checkpoint in the catalog; without size and time, of an attempt that has failed."""
+        run = self.run
+        return Entry(
+            run.step,
+            self.save_id,
+            self.manifest,
+            size_bytes,
+            created,
+            run.token,
+            run.revision,
+            names=run.names,
+            metrics=run.metrics,
+        )
+
 
 def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
     """Log the checkpoints that the next save abandons when this one is restored; nothing if it is the newest."""
@@ -319,23 +334,14 @@ class JobSession:
         checkpoint to be replaced was pinned); `SaveTimeoutError` (the deadline passed before the swap); `StorageError`.
         It is not known after `CommitUnknownError`.
         """
-        run = begun.run
         # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
         RetryingStore(self._store, deadline).put(begun.manifest, [body])
         # After the deadline the caller has given up, and must not find a checkpoint committed later.
         self._require_time(deadline)
-        entry = Entry(
-            step=run.step,
-            save_id=begun.save_id,
-            manifest=begun.manifest,
-            size_bytes=size_bytes,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            token=run.token,
-            began_revision=run.revision,
-            names=run.names,
-            metrics=run.metrics,
+        entry = begun.entry(size_bytes=size_bytes, created=datetime.now(UTC).isoformat(timespec="seconds"))
+        attempt = Attempt(
+            entry, begun.run.run_id, before=begun.before, reused=begun.reused, abandons=self._resumed_from
         )
-        attempt = Attempt(entry, run.run_id, before=begun.before, reused=begun.reused, abandons=self._resumed_from)
 
         def change(now: Catalog) -> Catalog | None:
             look(now)

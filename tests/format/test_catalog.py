@@ -270,8 +270,9 @@ def test_retiring_raises_the_floor() -> None:
 
 
 def thin(run: Catalog, step: int, *, keys: tuple[str, ...] = ("optim",), **other: Any) -> Catalog | None:
-    thinning: dict[str, Any] = {"began": 10, "seen": entry(step).manifest, "manifest": "manifests/thin.json"}
-    return thin_entry(run, identity(step), keys=keys, size_bytes=10, **thinning | other)
+    seen = other.pop("seen", entry(step).manifest)
+    made: dict[str, Any] = {"manifest": "manifests/thin.json", "began_revision": 10, "size_bytes": 10} | other
+    return thin_entry(run, replace(entry(step), thinned=keys, **made), seen=seen)
 
 
 def test_thinning() -> None:
@@ -296,9 +297,9 @@ def test_thinning_a_changed_or_removed_checkpoint(seen: dict[str, Any]) -> None:
 
 def test_thinning_below_the_floor() -> None:
     """The new manifest was an orphan when orphans were removed, so thinning must begin again."""
-    assert thin(replace(THREE, floor=10), 2, began=10) is not None
+    assert thin(replace(THREE, floor=10), 2, began_revision=10) is not None
     with pytest.raises(BeginAgainError):
-        thin(replace(THREE, floor=10), 2, began=9)
+        thin(replace(THREE, floor=10), 2, began_revision=9)
 
 
 def test_pinning() -> None:
@@ -375,12 +376,14 @@ def changes(draw: st.DrawFn, number: int) -> Change:
         lambda run: retire_entries(run, [one.save_id for one in run.entries if one.step == step]),
         lambda run: thin_entry(
             run,
-            next((one.save_id for one in run.entries if one.step == step), ""),
-            began=run.revision,
+            replace(
+                run.entry_at(step) or entry(step),
+                manifest=f"manifests/{number}.json",
+                began_revision=run.revision,
+                thinned=("optim",),
+                size_bytes=1,
+            ),
             seen=next((one.manifest for one in run.entries if one.step == step), ""),
-            manifest=f"manifests/{number}.json",
-            keys=["optim"],
-            size_bytes=1,
         ),
         partial(pin_entry, step=step, pin=old),
         lambda run: label_entry(

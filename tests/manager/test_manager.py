@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -951,15 +952,8 @@ def test_the_optimizer_of_a_thinned_checkpoint_is_not_reused() -> None:
         def change(now: Catalog) -> Catalog | None:
             (entry,) = now.entries
             assert now.revision == 2
-            return thin_entry(
-                now,
-                entry.save_id,
-                began=2,
-                seen=entry.manifest,
-                manifest=key,
-                keys=["optim"],
-                size_bytes=thin.total_bytes,
-            )
+            made = replace(entry, manifest=key, began_revision=2, thinned=("optim",), size_bytes=thin.total_bytes)
+            return thin_entry(now, made, seen=entry.manifest)
 
         swap(store, change, deadline=Deadline(10))
         store.delete(sorted(set(manifest.shards.keys) - set(thin.shards.keys)))

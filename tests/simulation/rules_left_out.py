@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from dcp_remote.format import catalog as rules
-from dcp_remote.format.catalog import Attempt, Catalog
+from dcp_remote.format.catalog import Attempt, Catalog, Entry
 
 
 def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
@@ -23,9 +22,9 @@ def no_floor_for_saves(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     return after and replace(after, floor=catalog.floor)
 
 
-def no_floor_for_thinning(catalog: Catalog, save_id: str, **thinning: Any) -> Catalog | None:
+def no_floor_for_thinning(catalog: Catalog, thin: Entry, *, seen: str) -> Catalog | None:
     """Let a manifest be committed that was put before orphans were removed."""
-    after = rules.thin_entry(replace(catalog, floor=0), save_id, **thinning)
+    after = rules.thin_entry(replace(catalog, floor=0), thin, seen=seen)
     return after and replace(after, floor=catalog.floor)
 
 

@@ -236,15 +236,8 @@ def thin(by: Rules, step: int, who: str) -> Actor:
     yield Put(manifest)
 
     def change(now: Catalog) -> Catalog | None:
-        return by.thinned(
-            now,
-            entry.save_id,
-            began=seen.revision,
-            seen=entry.manifest,
-            manifest=manifest,
-            keys=["optim"],
-            size_bytes=1,
-        )
+        made = replace(entry, manifest=manifest, began_revision=seen.revision, thinned=("optim",), size_bytes=1)
+        return by.thinned(now, made, seen=entry.manifest)
 
     told = yield from swapping(by, change)
     if told.catalog is not None:
