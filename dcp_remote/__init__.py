@@ -91,7 +91,7 @@ _LAZY = {
     "training_state": "manager.training_state",
     "plain_errors": "coordination.torch_errors",
 }
-__all__ = [*_LAZY, "__version__", "errors"]  # noqa: PLE0605  # a list of each name would be a third one
+__all__ = [*_LAZY, "__version__", "errors"]  # noqa: PLE0604  # all keys of `_LAZY` are strings
 
 
 # Oldest torch that pyproject.toml allows; an installation without dependencies, or a vendor's container, may have an

@@ -90,7 +90,8 @@ class BackgroundSave:
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
-        self.begun, self._settled, self._ended = OneTimeEvent(), OneTimeEvent(), OneTimeEvent()
+        self.begun, self._settled = OneTimeEvent(), OneTimeEvent()
+        self.ended = OneTimeEvent()  # the thread of the save has sent its last request
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._is_awaited = False
@@ -109,11 +110,6 @@ class BackgroundSave:
     def has_raised(self, error: BaseException) -> bool:
         """Return whether the save has failed by this error, and not the call of `save` that began it."""
         return error is self._error or error is self._collective.cancelled
-
-    @property
-    def has_ended(self) -> bool:
-        """True once the thread of the save has sent its last request."""
-        return self._ended.is_set()
 
     @property
     def remaining_seconds(self) -> float:
@@ -175,7 +171,7 @@ class BackgroundSave:
             self._error = error
             self._settle()
             self._ranks.abandon(self._collective, error)
-            self._ended.set()
+            self.ended.set()
             return False
         if not self._settled.is_set() and self._collective.abort(error):
             self._error = self._collective.cancelled
@@ -189,7 +185,7 @@ class BackgroundSave:
         """
         deadline = Deadline(min(seconds, _FINISH_SECONDS if self._error is None else _FINISH_FAILED_SECONDS))
         try:
-            self._ended.wait(deadline.remaining_seconds())
+            self.ended.wait(deadline.remaining_seconds())
             self._saver.background_deletions.finish(deadline.remaining_seconds())
         except BaseException:  # Ctrl-C
             self._saver.background_deletions.finish(0.0)
@@ -217,11 +213,11 @@ class BackgroundSave:
             # Frees the copy of the state, because the next save makes another.
             del self._task
             self._settle()
-            self._ended.set()
+            self.ended.set()
 
     def _save(self) -> None:
         if self._before is not None:
-            self._before._ended.wait(_STOP_SECONDS)
+            self._before.ended.wait(_STOP_SECONDS)
             self._before = None
         operation = self._task.operation
         try:
@@ -330,7 +326,7 @@ class BackgroundSaves:
         finally:
             newest, self.newest = self.newest, None
             if newest is not None:
-                if is_interrupted and (not newest.has_ended or self._is_requesting()):
+                if is_interrupted and (not newest.ended.is_set() or self._is_requesting()):
                     # A store that does not answer holds the process for as long as one request may take.
                     logger.warning(
                         "%s: waiting for requests of %s; press Ctrl-C to stop waiting", self._url, newest.what

@@ -68,7 +68,7 @@ class Coordinator:
         self, store: CountingStore, job: JobSession, *, retention: Retention | ChooseToDelete | None, dedup: bool
     ) -> None:
         """Store the arguments; no request is sent."""
-        self._store = store
+        self.store = store
         self._job = job
         self._dedup = dedup
         # Checkpoint that was committed last (save_id and manifest key), and keys of its segments by their digests.
@@ -77,11 +77,6 @@ class Coordinator:
         # Deletes what a commit or a failed save leaves. Uncounted, because its requests belong to no save, although
         # they run beside one.
         self.background_deletions = BackgroundDeletions(store.uncounted, retention)
-
-    @property
-    def latency_seconds(self) -> float:
-        """Latency of the store in seconds, the least of a GET so far; 0 if the store measures none."""
-        return self._store.latency_seconds
 
     def resume_from(self, step: int) -> None:
         """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
@@ -127,7 +122,7 @@ class Coordinator:
             DcpRemoteError: The manifest cannot be read.
         """
         seconds = collective.deadline.remaining_seconds() / 4
-        manifest = read_manifest_at(self._store, entry.manifest, save_id=entry.save_id, retry_seconds=seconds)
+        manifest = read_manifest_at(self.store, entry.manifest, save_id=entry.save_id, retry_seconds=seconds)
         saved, own = describe_saved(manifest), {one for of_rank in described for one in of_rank}
         differing = sorted({name for name, *_ in saved ^ own if not name.startswith(f"{PER_RANK_KEY}.")})
         new_names = sorted(set(note.names).difference(entry.names))
@@ -135,7 +130,7 @@ class Coordinator:
             raise CheckpointExistsError(
                 "Checkpoint already exists at this step, and this save gives it a new name, or has values of other "
                 "names, shapes or dtypes. Save another step.",
-                url=self._store.url,
+                url=self.store.url,
                 step=entry.step,
                 new_names=", ".join(new_names) or None,
                 differing=", ".join(differing[:NAMED_MAX]) or None,
@@ -162,7 +157,7 @@ class Coordinator:
         segments: list[str] = []
         # Set if the save fails: threads that still put segments repeat no request, and delete what they have put.
         has_failed = threading.Event()
-        storing = RetryingStore(self._store, deadline.until(has_failed))
+        storing = RetryingStore(self.store, deadline.until(has_failed))
 
         def put_segment(key: str, parts: Sequence[Buffer]) -> None:
             collective.raise_if_cancelled()
@@ -179,7 +174,7 @@ class Coordinator:
             manifest, body = assemble_manifest(
                 planned,
                 reports,
-                url=self._store.url,
+                url=self.store.url,
                 save_id=begun.save_id,
                 run=run,
                 user=user,
@@ -224,7 +219,7 @@ class Coordinator:
             replaced=replaced.values(),
             unnamed=set(put).difference(manifest.shards.keys),
         )
-        note_last(self._store, entry)
+        note_last(self.store, entry)
         self._named_by, self._segments = (entry.save_id, entry.manifest), segment_keys(manifest)
         return Committed(entry.save_id, entry.manifest, manifest.total_bytes, find_orphaned_shards(manifest, reports))
 

@@ -251,7 +251,7 @@ class CheckpointManager:
             replicas=replicas,
             shard_bytes=shard_bytes,
         )
-        self._run = Run(self._store.uncounted, owner=lambda: self._saver.owner)
+        self._run = Run(self._store.uncounted, owner=lambda: self._saver.planning.owner)
         self._stager, self._updates = Stager(), Updates()
         self._telemetry = Telemetry()
         if coordinator is not None:
@@ -582,7 +582,7 @@ class CheckpointManager:
         if go_on:
             self._last_step = restored.report.step
             if restored.baseline is not None:
-                self._saver.go_on_from(restored.baseline)
+                self._saver.last = restored.baseline
             self._telemetry.note_restored(restored.report.created)
             if self._coordinator is not None:
                 self._coordinator.resume_from(self._last_step)

@@ -13,7 +13,6 @@ from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
-from dcp_remote.format.catalog import Owner
 from dcp_remote.format.keys import origin
 from dcp_remote.format.segments import find_segments
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
@@ -79,22 +78,11 @@ class RankSaver:
         self._shard_bytes, self._shard_bytes_max = shard_bytes, shard_bytes or choose_shard_bytes(memory_budget_bytes)
         self._allow_pickle = allow_pickle
         self._progress = progress
-        self._planning = RankPlanning(ranks, coordinator, replicas=replicas)
-        # Checkpoint that names what this rank wrote or read last (save_id and manifest key), and what that was.
-        self._last: tuple[tuple[str, str], Baseline] | None = None
-
-    def go_on_from(self, baseline: tuple[tuple[str, str], Baseline]) -> None:
-        """Keep what the manifest of a checkpoint says, so that the next save of this rank does not read it again.
-
-        Held until that save is committed: 100 bytes for each piece (at most 64 MiB), at most 20 MB; of a manifest in
-        segments for the pieces of those that this rank has read.
-        """
-        self._last = baseline
-
-    @property
-    def owner(self) -> Owner | None:
-        """Job as which this rank saved last; None before the first save."""
-        return self._planning.owner
+        self.planning = RankPlanning(ranks, coordinator, replicas=replicas)
+        # Checkpoint that names what this rank wrote or read last (save_id and manifest key), and what that was. The
+        # next save does not read its manifest again; 100 bytes for each piece (at most 64 MiB), at most 20 MB; of a
+        # manifest in segments for the pieces of those that this rank has read.
+        self.last: tuple[tuple[str, str], Baseline] | None = None
 
     @short_switch_interval()
     def save(self, collective: Collective, task: Task) -> SaveReport:
@@ -107,7 +95,7 @@ class RankSaver:
         for attempt in range(1, _ATTEMPTS_MAX + 1):
             with phase("planning"):
                 # The last attempt reuses no shard, and so depends on nothing that others could remove.
-                agreed = self._planning.agree(collective, task, borrow=attempt < _ATTEMPTS_MAX)
+                agreed = self.planning.agree(collective, task, borrow=attempt < _ATTEMPTS_MAX)
             if isinstance(agreed, Labelled):  # this job has saved the step before
                 return self._report_repeated(task, agreed, before)
             with start_progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
@@ -228,8 +216,8 @@ class RankSaver:
         """
         if ticket.reused is None:
             return None
-        if self._last is not None and self._last[0] == ticket.reused:
-            return self._last[1]
+        if self.last is not None and self.last[0] == ticket.reused:
+            return self.last[1]
         save_id, key = ticket.reused
         try:
             manifest = read_manifest_at(store, key, save_id=save_id, retry_seconds=retry_seconds)
@@ -283,7 +271,7 @@ class RankSaver:
             return answer
         committed, save_report = answer
         baseline = Baseline.of_report(report, left_out=committed.left_out)
-        self._last = (committed.save_id, committed.manifest), baseline
+        self.last = (committed.save_id, committed.manifest), baseline
         return save_report
 
     def _commit_reports(
@@ -318,4 +306,4 @@ class RankSaver:
             self.background_deletions.delete(put)
         elif not self._ranks.is_coordinator:
             # The coordinator may have their keys, and may have committed them.
-            self._planning.unclear.append((ticket, put))
+            self.planning.unclear.append((ticket, put))

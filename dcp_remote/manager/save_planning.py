@@ -243,7 +243,7 @@ class _Decisions:
         if isinstance(begun, Labelled):
             return [begun] * len(requests)
         is_known = self._kept.key is not None and all(request.key == self._kept.key for request in requests)
-        answer = _Begun(begun, is_known, self.coordinator.latency_seconds)
+        answer = _Begun(begun, is_known, self.coordinator.store.latency_seconds)
         tables = [request.table for request in requests if request.table is not None]
         if len(tables) < len(requests):
             return [answer] * len(requests)

@@ -24,6 +24,7 @@ from dcp_remote.format.catalog import (
     Attempt,
     Catalog,
     Entry,
+    Owner,
     add_entry,
     fenced_error,
     label_entry,
@@ -209,16 +210,10 @@ class JobSession:
     def __init__(self, store: ObjectStore) -> None:
         """Store the settings; no request."""
         self._store = store
-        self._run_id: str | None = None
-        self._token: int | None = None
+        self.owner: Owner | None = None  # this job, by whose token it outranks earlier ones; None before its first save
         self._resumed_from: int | None = None
         self._has_open_attempt = False
         self._fence_error: FencedError | None = None
-
-    @property
-    def token(self) -> int | None:
-        """Token by which this job outranks earlier ones; None before its first save."""
-        return self._token
 
     def resume_from(self, step: int | None) -> None:
         """Set the checkpoint that the state was restored from; -1: none, on purpose; None: there was none.
@@ -226,7 +221,7 @@ class JobSession:
         The next save takes the fence anew, and abandons newer checkpoints. A job that was fenced stays fenced, or the
         two jobs would fence each other in turn.
         """
-        self._resumed_from, self._token = step, None
+        self._resumed_from, self.owner = step, None
 
     def after(self, step: int) -> JobSession:
         """Make a session of this job, resumed from a checkpoint, that a thread stuck in this session cannot change."""
@@ -258,7 +253,7 @@ class JobSession:
         there = catalog.entry_at(note.step)
         if there is not None and not (there.abandoned or note.overwrite or note.exist_ok is False):
             # Written by this job, or resumed from, with nothing saved since.
-            is_own = there.token == self._token or there.step == self._resumed_from
+            is_own = there.token == self._token() or there.step == self._resumed_from
             if is_own and (note.exist_ok or there == self._newest(catalog)):
                 return there
         self._require_progress(note, catalog)
@@ -294,8 +289,7 @@ class JobSession:
         """
         if not note.names and not note.metrics:
             return entry
-        assert self._token is not None, "the fence is taken first"
-        token = self._token
+        token = self._token()
         with self._noting_fence():
             catalog = swap(
                 self._store,
@@ -356,7 +350,7 @@ class JobSession:
 
     def _catalog(self, deadline: Deadline) -> Catalog:
         """Return the catalog, in which this job has the fence."""
-        if self._token is None:
+        if self.owner is None:
             reading = RetryingStore(self._store, deadline)
             require_no_checkpoint_by_itself(reading)
 
@@ -370,7 +364,7 @@ class JobSession:
             catalog = swap(self._store, fence, deadline=deadline, create=True)
             # If the answer came after the deadline, a later save has taken a fence of its own.
             self._require_time(deadline)
-            self._run_id, self._token = catalog.run_id, catalog.token
+            self.owner = Owner(catalog.run_id, catalog.token)
             logger.info("%s: this job holds the fence, token %d", self._store.url, catalog.token)
         elif self._has_open_attempt:
             self._require_time(deadline)
@@ -450,12 +444,15 @@ class JobSession:
             )
 
     def _require_ours(self, catalog: Catalog) -> None:
-        if (catalog.run_id, catalog.token) != (self._run_id, self._token):
-            raise fenced_error(catalog, self._token, self._store.url)
+        if Owner(catalog.run_id, catalog.token) != self.owner:
+            raise fenced_error(catalog, self._token(), self._store.url)
+
+    def _token(self) -> int:
+        assert self.owner is not None, "the fence is taken first"
+        return self.owner.token
 
     def _abandons(self, entry: Entry) -> bool:
-        assert self._token is not None, "the fence is taken first"
-        return self._resumed_from is not None and entry.step > self._resumed_from and entry.token < self._token
+        return self._resumed_from is not None and entry.step > self._resumed_from and entry.token < self._token()
 
     def _newest(self, catalog: Catalog) -> Entry | None:
         counted = [entry for entry in catalog.entries if not entry.abandoned and not self._abandons(entry)]

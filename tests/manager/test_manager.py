@@ -832,7 +832,7 @@ def test_ctrl_c_in_a_save_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatc
 
     def close_later(saves: BackgroundSaves, error: BaseException | None) -> None:
         if has_ended:
-            wait_until(lambda: saves.newest is not None and saves.newest.has_ended)
+            wait_until(lambda: saves.newest is not None and saves.newest.ended.is_set())
         close(saves, error)
 
     monkeypatch.setattr(BackgroundSaves, "close", close_later)

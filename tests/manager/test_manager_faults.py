@@ -675,9 +675,9 @@ def test_a_store_that_does_not_answer(
 
 def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any] = Coordinator.commit) -> Any:
     """Apply retention before the commit, as if the commit could not fail."""
-    run = catalog_of(self._store)
+    run = catalog_of(self.store)
     assert run is not None
-    maintenance = Deletions(self._store)
+    maintenance = Deletions(self.store)
     maintenance.retire([entry.step for entry in run.entries], deadline=Deadline(PATIENCE_SECONDS), force=True)
     maintenance.queue.delete(deadline=Deadline(PATIENCE_SECONDS))
     return commit(self, *arguments)

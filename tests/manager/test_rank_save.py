@@ -65,7 +65,7 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     figures = RankFigures(rank=1)
     report = SimpleNamespace(put_keys=(), to_sent=tuple)
     agreed = {step: Agreed(ticket, SavePlan([]), None) for step, ticket in begun.items()}
-    monkeypatch.setattr(saver._planning, "agree", lambda _collective, task, **_: agreed[task.labels.step])
+    monkeypatch.setattr(saver.planning, "agree", lambda _collective, task, **_: agreed[task.labels.step])
     monkeypatch.setattr(saver, "_upload", lambda *_: report)
     monkeypatch.setattr(saver, "_make_figures", lambda *_: figures)
     return saver
@@ -115,5 +115,5 @@ def test_shards_that_a_late_thread_leaves_while_ranks_agree_are_told_of_the_next
             return SimpleNamespace(ticket=begun[1], is_known=True, latency_seconds=0.0)
 
     for _ in range(2):
-        saver._planning.agree(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]  # has what `agree` uses
+        saver.planning.agree(Agreeing(), _task(2), borrow=False)  # type: ignore[arg-type]  # has what `agree` uses
     assert told == [0, 1]

@@ -344,7 +344,7 @@ class Trainer:
     def _double(self) -> None:
         """Run this job twice from here on, as if from a snapshot of its machine: both copies are about to save."""
         start = self.copied()
-        is_new = self.job.token is None
+        is_new = self.job.owner is None
 
         def play(actor: Actor) -> None:
             other = start(actor)
@@ -439,11 +439,7 @@ class Trainer:
         except DcpRemoteError as error:
             if not isinstance(error, CommitUnknownError):
                 self.run.refuse(save, error)
-            run = begun.run
-            tried = Entry(
-                run.step, begun.save_id, begun.manifest, 0, created="", token=run.token, began_revision=run.revision
-            )
-            self.maintenance.note(run.run_id, tried, put)
+            self.maintenance.note(begun.run.run_id, begun.entry(), put)
             raise
         finally:
             for one in replaced.values():
@@ -770,7 +766,7 @@ class History:
             world.add(f"recover{number}", play, rests=True)
         if rng.random() < 0.5:
             world.add("read", partial(read, rounds=2, run=self.run), rests=True)
-        known = [trainer for trainer in self._trainers if trainer.job.token is not None]
+        known = [trainer for trainer in self._trainers if trainer.job.owner is not None]
         if known and rng.random() < 0.5:
             start = rng.choice(known).copied()
 
