@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from dcp_remote.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CommitConflictError,
     FencedError,
     InvalidArgumentError,
@@ -22,9 +21,6 @@ CATALOG_KEY = "catalog.json"
 
 # Words that mean the newest checkpoint wherever a step is taken, and so are no names of checkpoints.
 NEWEST_WORDS = ("latest", "last")
-
-# Newest steps that a message lists.
-_STEPS_NAMED_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +218,9 @@ def thin_entry(catalog: Catalog, thin: Entry, *, seen: str) -> Catalog | None:
 
 
 def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
-    """Pin or unpin the checkpoint of a step. Return None if nothing changes."""
+    """Pin or unpin the checkpoint of a step. Return None if nothing changes, also if there is no such checkpoint."""
     entry = catalog.entry_at(step)
-    if entry is None:
-        steps = ", ".join(str(live.step) for live in catalog.entries[-_STEPS_NAMED_MAX:])
-        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step, steps=steps or None)
-    return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
+    return None if entry is None or entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
 
 
 def label_entry(
@@ -256,13 +249,11 @@ def label_entry(
 
 
 def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool) -> Catalog | None:
-    """Give names to the checkpoint of a step, in one revision. Return None if it has all of them.
+    """Give names to the checkpoint of a step, in one revision. Return None if nothing changes, as by `pin_entry`.
 
     Names that other checkpoints have are refused, or taken from them if `move` is true.
     """
     entry = catalog.entry_at(step)
-    if entry is None:
-        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
     given = tuple(dict.fromkeys(names))
     others = [live for live in catalog.entries if live.step != step and not set(live.names).isdisjoint(given)]
     if others and not move:
@@ -271,7 +262,7 @@ def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool)
             step=step,
             names=", ".join(f"{name} (step {live.step})" for live in others for name in live.names if name in given),
         ).advise(move="move=True moves them here")
-    if set(given).issubset(entry.names):
+    if entry is None or set(given).issubset(entry.names):
         return None
     added = (name for name in given if name not in entry.names)
     return _changed(catalog, replace(entry, names=(*entry.names, *added)))

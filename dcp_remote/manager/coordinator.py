@@ -69,7 +69,7 @@ class Coordinator:
     ) -> None:
         """Store the arguments; no request is sent."""
         self.store = store
-        self._job = job
+        self.job = job
         self._dedup = dedup
         # Checkpoint that was committed last (save_id and manifest key), and keys of its segments by their digests.
         self._named_by: tuple[str, str] | None = None
@@ -77,10 +77,6 @@ class Coordinator:
         # Deletes what a commit or a failed save leaves. Uncounted, because its requests belong to no save, although
         # they run beside one.
         self.background_deletions = BackgroundDeletions(store.uncounted, retention)
-
-    def resume_from(self, step: int) -> None:
-        """Go on from the checkpoint of a step, in a new session: a stuck thread may still use the old one."""
-        self._job = self._job.after(step)
 
     def begin(
         self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool
@@ -100,7 +96,7 @@ class Coordinator:
                 "Ranks save different steps; nothing was saved. Call save with one step on all ranks.",
                 steps=", ".join(f"{step} (rank {rank})" for step, rank in sorted(steps.items())[:16]),
             )
-        job, note, deadline = self._job, notes[0], collective.deadline
+        job, note, deadline = self.job, notes[0], collective.deadline
         begun = job.begin(note, borrow=self._dedup and borrow, deadline=deadline)
         if isinstance(begun, SaveTicket):
             return begun
@@ -200,7 +196,7 @@ class Coordinator:
                 replaced[there.manifest] = there
 
         try:
-            catalog, entry = self._job.commit(
+            catalog, entry = self.job.commit(
                 begun,
                 body,
                 size_bytes=manifest.total_bytes,
@@ -208,7 +204,7 @@ class Coordinator:
                 look=look,
             )
         except BaseException as error:
-            self.failed(begun, put, replaced=replaced.values())
+            self.background_deletions.failed(begun, put, replaced=replaced.values())
             if isinstance(error, BeginAgainError):
                 return Again(str(error))
             raise
@@ -222,10 +218,3 @@ class Coordinator:
         note_last(self.store, entry)
         self._named_by, self._segments = (entry.save_id, entry.manifest), segment_keys(manifest)
         return Committed(entry.save_id, entry.manifest, manifest.total_bytes, find_orphaned_shards(manifest, reports))
-
-    def failed(self, begun: SaveTicket, put: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
-        """Delete the objects of a save that failed, as soon as it is certain that it was not committed.
-
-        `put` has the keys of its shards; `replaced`, the entries that the catalog had at its step before.
-        """
-        self.background_deletions.failed(begun.run.run_id, begun.entry(), put, replaced=replaced)

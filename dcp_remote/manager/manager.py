@@ -585,7 +585,8 @@ class CheckpointManager:
                 self._saver.last = restored.baseline
             self._telemetry.note_restored(restored.report.created)
             if self._coordinator is not None:
-                self._coordinator.resume_from(self._last_step)
+                # Another session: a stuck thread may still use this one.
+                self._coordinator.job = self._coordinator.job.after(self._last_step)
             if self._schedule is not None:
                 self._schedule.note_saved(self._last_step)
         return restored.report.step

@@ -238,7 +238,7 @@ class _Decisions:
         """Begin the save, and decide who writes what if all ranks have a new plan; see `Coordinator.begin`."""
         require_one_kind(is_one_kind=all(isinstance(request, _Request) for request in requests))
         for ticket, put in itertools.chain.from_iterable(request.unclear for request in requests):
-            self.coordinator.failed(ticket, put)
+            self.coordinator.background_deletions.failed(ticket, put)
         begun = self.coordinator.begin([request.labels for request in requests], collective, borrow=borrow)
         if isinstance(begun, Labelled):
             return [begun] * len(requests)

@@ -87,11 +87,6 @@ def _files(name: str) -> _Pick:
     return pick
 
 
-def _pick_runs(keys: Sequence[str]) -> list[str]:
-    # No shards are asked for: a run of large checkpoints has them on later pages.
-    return [key for key in keys if key.endswith(f"/{CATALOG_KEY}")]
-
-
 def _pick_checkpoints(keys: Sequence[str]) -> list[str]:
     """Pick the manifests of checkpoints by themselves, one or more levels down, with shards beside them."""
     folders = {key[: match.start() + 1] for key in keys for match in re.finditer(f"/{SHARDS_PREFIX}", key)}
@@ -104,7 +99,8 @@ def _pick_orphans(keys: Sequence[str]) -> list[str]:
 
 # The first kind that has a key counts: Hugging Face's trainer writes files of torch.save, too.
 _KINDS = (
-    _Kind("A run of dcp_remote lies below this URL", "pass {below}.", _pick_runs),
+    # No shards are asked for: a run of large checkpoints has them on later pages.
+    _Kind("A run of dcp_remote lies below this URL", "pass {below}.", _files(rf".*/{re.escape(CATALOG_KEY)}")),
     _Kind(
         "A checkpoint of dcp_remote by itself lies below this URL",
         "pass {below} to load or RemoteReader.",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import SupportsIndex, TypeVar
 
-from dcp_remote.common.deadline import Clock, Deadline
+from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.hedging import is_far
 from dcp_remote.common.threads import begin_early, in_parallel
 from dcp_remote.errors import (
@@ -287,11 +287,9 @@ def expect_entry(store: ObjectStore, step: int | str | None, *, retry_seconds: f
     if entry is None or not is_far(store.url) or step not in (None, entry.step, *entry.names):
         yield ExpectedEntry(store)
         return
-
-    def read(clock: Clock | None) -> bytes:
-        return _get_entry(RetryingStore(store, Deadline(retry_seconds, clock)), entry)
-
-    with begin_early(read, at_once=True) as read_early:
+    with begin_early(
+        lambda clock: _get_entry(RetryingStore(store, Deadline(retry_seconds, clock)), entry), at_once=True
+    ) as read_early:
         yield ExpectedEntry(store, entry, read_early)
 
 

@@ -396,13 +396,13 @@ def test_errors_of_labels() -> None:
         manager.save(1, state_of(1), wait=True)
         coordinator = manager._coordinator
         assert coordinator is not None
-        label = coordinator._job.label
+        label = coordinator.job.label
 
         def remove_first(*arguments: Any, **terms: Any) -> Entry:
             swap(store, lambda now: retire_entries(now, [entry.save_id for entry in now.entries]), deadline=Deadline(9))
             return label(*arguments, **terms)
 
-        coordinator._job.label = remove_first  # type: ignore[method-assign]
+        coordinator.job.label = remove_first  # type: ignore[method-assign]
         with pytest.raises(CommitConflictError, match="removed or replaced"):
             manager.save(1, state_of(1), name="best", exist_ok=True, wait=True)
     with pytest.raises(CheckpointNotFoundError):
