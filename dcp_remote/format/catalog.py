@@ -109,19 +109,16 @@ class BeginAgainError(CommitConflictError):
     """Objects that a save or a thinning wrote or reuses may have been removed; begin it again."""
 
 
-def fenced_error(
-    catalog: Catalog, token: int | None, url: str | None = None, *, what: str = "stop this one."
-) -> FencedError:
-    """Return the error of a job whose token is not that of the catalog; names the job that took the fence."""
-    return FencedError(
-        f"A newer job owns this run; {what}", url=url, token=token, newest=catalog.token, holder=catalog.holder or None
-    )
-
-
-def require_owner(catalog: Catalog, owner: Owner | None) -> None:
-    """Refuse a change that a fenced job asks for; None is no job, and never refused."""
+def require_owner(catalog: Catalog, owner: Owner | None, *, url: str | None = None) -> None:
+    """Refuse a change that a fenced job asks for, and name the job that took the fence; None is never refused."""
     if owner is not None and (owner.run_id, owner.token) != (catalog.run_id, catalog.token):
-        raise fenced_error(catalog, owner.token, what="nothing was changed. Stop this job.")
+        raise FencedError(
+            "A newer job owns this run; nothing was changed. Stop this job.",
+            url=url,
+            token=owner.token,
+            newest=catalog.token,
+            holder=catalog.holder or None,
+        )
 
 
 def take_fence(catalog: Catalog, holder: str = "") -> Catalog:
@@ -154,8 +151,7 @@ def add_entry(catalog: Catalog, attempt: Attempt) -> Catalog | None:
             newest=catalog.run_id,
             holder=catalog.holder or None,
         )
-    if catalog.token != entry.token:
-        raise fenced_error(catalog, entry.token)
+    require_owner(catalog, Owner(attempt.run_id, entry.token))
     _require_above_floor(catalog, entry.began_revision)
     there = catalog.entry_at(entry.step)
     if (there.save_id if there is not None else None) != attempt.before:
@@ -235,8 +231,7 @@ def label_entry(
 
     The token is that of the job that gives them. A metric that the checkpoint has already gets the new value.
     """
-    if catalog.token != token:
-        raise fenced_error(catalog, token)
+    require_owner(catalog, Owner(catalog.run_id, token))
     entry = next((live for live in catalog.entries if live.save_id == save_id), None)
     if entry is None:
         raise CommitConflictError(

@@ -77,20 +77,20 @@ class BackgroundSave:
     """One save: `start` begins it, `result` waits for it, `abandon` gives it up.
 
     `before` is the previous save, whose result is known, and whose thread may be stuck. `begun` is set once all ranks
-    have come with their states and the run takes the step, or the save has a result. `left_seconds` of the methods
-    gives the seconds until this process is killed.
+    have come with their states and the run takes the step, or the save has a result; `settled`, once the save has a
+    result, or was given up. `left_seconds` of the methods gives the seconds until this process is killed.
     """
 
     def __init__(
         self, collective: Collective, ranks: RankGroup, saver: RankSaver, before: BackgroundSave | None
     ) -> None:
         """Store the arguments; no thread is started yet."""
-        self._collective, self._ranks, self._saver, self._before = collective, ranks, saver, before
+        self.collective, self._ranks, self._saver, self._before = collective, ranks, saver, before
         self.what = collective.what  # name of the save in messages: "the save of step 100"
         # Taken by the thread or by a caller that gives up: whoever is first leaves the collective operation.
         # After Ctrl-C in `Thread.start` the caller cannot know whether there is a thread.
         self._leaves = threading.Lock()
-        self.begun, self._settled = OneTimeEvent(), OneTimeEvent()
+        self.begun, self.settled = OneTimeEvent(), OneTimeEvent()
         self.ended = OneTimeEvent()  # the thread of the save has sent its last request
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -102,19 +102,9 @@ class BackgroundSave:
         # A daemon, because a stuck thread must not keep the process alive; `AtExit` waits for the thread.
         threading.Thread(target=self._run, name="dcp_remote-save", daemon=True).start()
 
-    @property
-    def is_settled(self) -> bool:
-        """True once the save has a result, or was given up."""
-        return self._settled.is_set()
-
     def has_raised(self, error: BaseException) -> bool:
         """Return whether the save has failed by this error, and not the call of `save` that began it."""
-        return error is self._error or error is self._collective.cancelled
-
-    @property
-    def remaining_seconds(self) -> float:
-        """Seconds until the deadline of the save."""
-        return self._collective.deadline.remaining_seconds()
+        return error is self._error or error is self.collective.cancelled
 
     def result(self, left_seconds: Callable[[], float]) -> SaveReport:
         """Wait for the report of the save.
@@ -122,23 +112,20 @@ class BackgroundSave:
         Raises:
             DcpRemoteError: The save failed, or was given up.
         """
-        self._wait_for(self._settled, left_seconds)
+        self.wait_for(self.settled, left_seconds)
         if self._error is not None:
             raise self._error
         assert self._report is not None, "settled without an error"
         return self._report
 
-    def wait_until_begun(self, left_seconds: Callable[[], float]) -> None:
-        """Wait until all ranks have come with their states and the run takes the step, or the save has failed."""
-        self._wait_for(self.begun, left_seconds)
-
-    def _wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
+    def wait_for(self, event: OneTimeEvent, left_seconds: Callable[[], float]) -> None:
+        """Wait for an event of the save; give the save up if it is cancelled and does not end."""
         self._is_awaited = True
         try:
             last_seconds: float | None = None
             while not event.wait(_LOOK_SECONDS if last_seconds is None else _LAST_LOOKS_SECONDS):
-                self._collective.check_time_and_store()
-                cancelled = self._collective.cancelled
+                self.collective.check_time_and_store()
+                cancelled = self.collective.cancelled
                 if cancelled is None:
                     continue
                 now = time.monotonic()
@@ -150,12 +137,12 @@ class BackgroundSave:
             self._is_awaited = False
 
     def _settle(self) -> None:
-        self._settled.set()
+        self.settled.set()
         self.begun.set()
 
     def _give_up(self, error: DcpRemoteError) -> None:
         """Set the error of the save, and leave its thread behind, which is stuck in a request."""
-        if self._collective.is_committing:
+        if self.collective.is_committing:
             what = f"{error.what} The commit had begun, and the store has not said whether it was carried out."
             error = CommitUnknownError(what, **error.details)
         self._error = error
@@ -170,11 +157,11 @@ class BackgroundSave:
         if self._leaves.acquire(blocking=False):
             self._error = error
             self._settle()
-            self._ranks.abandon(self._collective, error)
+            self._ranks.abandon(self.collective, error)
             self.ended.set()
             return False
-        if not self._settled.is_set() and self._collective.abort(error):
-            self._error = self._collective.cancelled
+        if not self.settled.is_set() and self.collective.abort(error):
+            self._error = self.collective.cancelled
             self._settle()
         return True
 
@@ -193,12 +180,12 @@ class BackgroundSave:
 
     def _saved(self) -> SaveReport:
         try:
-            with self._collective:
+            with self.collective:
                 if not self._task.is_awaited:
                     self._task.finish_copies()
-                return self._saver.save(self._collective, self._task)
+                return self._saver.save(self.collective, self._task)
         except DcpRemoteError as error:
-            if not self._collective.is_commit_unknown:
+            if not self.collective.is_commit_unknown:
                 raise
             return self._saver.find_commit(self._task, error)
 
@@ -258,7 +245,7 @@ class BackgroundSaves:
     def is_busy(self) -> bool:
         """True if a save is under way that has no result and was not cancelled."""
         save = self._under_way
-        return save is not None and not save.is_settled and save._collective.cancelled is None
+        return save is not None and not save.settled.is_set() and save.collective.cancelled is None
 
     def start(self, background_save: BackgroundSave, task: Task) -> None:
         """Begin a save. If this method or the rest of the calling `save` raises, call `abandon`."""
@@ -274,7 +261,7 @@ class BackgroundSaves:
             error = InvalidArgumentError("The call of `save` or `close` raised an error on one rank.", cause=error)
         if background_save.abandon(error):
             self.newest = background_save
-        if self._under_way is background_save and background_save.is_settled:
+        if self._under_way is background_save and background_save.settled.is_set():
             self._under_way = None
 
     def wait(self) -> SaveReport | None:
@@ -289,7 +276,7 @@ class BackgroundSaves:
                 self.report = background_save.result(self._preemption.remaining_seconds)
             finally:
                 # After Ctrl-C the save is still under way.
-                if background_save.is_settled:
+                if background_save.settled.is_set():
                     self._under_way = None
         return self.report
 
@@ -301,8 +288,8 @@ class BackgroundSaves:
         """
         background_save = self._under_way
         if background_save is not None:
-            background_save.wait_until_begun(self._preemption.remaining_seconds)
-            if background_save.is_settled:
+            background_save.wait_for(background_save.begun, self._preemption.remaining_seconds)
+            if background_save.settled.is_set():
                 self.wait()
 
     def close(self, error: BaseException | None) -> None:
@@ -336,8 +323,10 @@ class BackgroundSaves:
     def _wait_to_close(self, error: BaseException | None) -> None:
         while (background_save := self._under_way) is not None:
             is_interrupted = isinstance(error, KeyboardInterrupt)
-            if error is not None and not background_save.is_settled:
-                until = time.strftime("%H:%M:%S", time.localtime(time.time() + background_save.remaining_seconds))
+            if error is not None and not background_save.settled.is_set():
+                until = time.strftime(
+                    "%H:%M:%S", time.localtime(time.time() + background_save.collective.deadline.remaining_seconds())
+                )
                 first_line = str(error).partition("\n")[0]
                 cause = "" if is_interrupted else f"after {type(error).__name__} ({first_line}), "
                 logger.warning(

@@ -138,14 +138,14 @@ class RankPlanning:
     def __init__(self, ranks: RankGroup, coordinator: Coordinator | None, *, replicas: Replicas) -> None:
         """Begin without a plan. `coordinator` is None on other ranks."""
         self._ranks = ranks
-        self._coordinator = coordinator
-        self._replicas = replicas
+        self.coordinator, self.replicas = coordinator, replicas
         # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
         self.unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
         self.owner: Owner | None = None
         self._kept = PlanCache()
-        # On the coordinator: names of tensors and objects that were compared between ranks in this job.
-        self._compared, self._reported = set[str](), set[str]()
+        # On the coordinator: names of tensors that were compared between ranks in this job, and of objects of which a
+        # warning was logged.
+        self.compared, self.reported = set[str](), set[str]()
 
     def agree(self, collective: Collective, task: Task, *, borrow: bool) -> Agreed | Labelled:
         """Agree on what is saved, and who writes what of it: as in the last save, if only values have changed.
@@ -154,9 +154,7 @@ class RankPlanning:
         """
         # Nothing is kept before the end, because the thread of an earlier save may be stuck while it plans.
         kept, planner = self._kept, task.planner
-        decisions = _Decisions(
-            self._coordinator, kept, self._replicas, self._compared, self._reported, task.labels.step
-        )
+        decisions = _Decisions(self, kept, task.labels.step)
         collective.set_activity("planning")
         planner.set_up_planner(task.state)
         proposal = propose(planner, task.roles)
@@ -214,12 +212,8 @@ class RankPlanning:
 class _Decisions:
     """Decisions of the coordinator while the ranks plan one save. Made by every rank, called on the coordinator."""
 
-    _coordinator: Coordinator | None
+    _planning: RankPlanning
     _kept: PlanCache
-    _replicas: Replicas
-    # Names of tensors that were compared between ranks in this job, and of objects of which a warning was logged.
-    _compared: set[str]
-    _reported: set[str]
     _step: int
     _sets: tuple[ReplicaSet, ...] = ()
     # Ranks with equal values, of each set that differs.
@@ -229,8 +223,8 @@ class _Decisions:
     @property
     def coordinator(self) -> Coordinator:
         """The coordinator's part, on the rank that has it."""
-        assert self._coordinator is not None, "called on the coordinator"
-        return self._coordinator
+        assert self._planning.coordinator is not None, "called on the coordinator"
+        return self._planning.coordinator
 
     def begin(
         self, requests: Sequence[_Request], *, collective: Collective, borrow: bool
@@ -253,14 +247,14 @@ class _Decisions:
         """Decide which rank writes what; return the share of each rank."""
         arrangement = arrange(
             tables,
-            to_lowest_rank=self._replicas == "coordinator",
-            compared=self._compared if self._replicas == "equal" else None,
+            to_lowest_rank=self._planning.replicas == "coordinator",
+            compared=self._planning.compared if self._planning.replicas == "equal" else None,
         )
         self._sets, self.planned = arrangement.sets, arrangement.planned
-        new = [difference for difference in arrangement.differing if difference.name not in self._reported]
+        new = [difference for difference in arrangement.differing if difference.name not in self._planning.reported]
         if new:
             logger.warning("step %d: %s", self._step, describe_object_differences(new))
-            self._reported.update(difference.name for difference in new)
+            self._planning.reported.update(difference.name for difference in new)
         return arrangement.shares
 
     def compare_values(self, digests: Sequence[SetDigests]) -> dict[int, tuple[int, ...]]:
@@ -296,4 +290,4 @@ class _Decisions:
             logger.info("%s", describe_buffer_differences(buffers))
 
     def _note_compared(self) -> None:
-        self._compared.update(name for one in self._sets for name, _ in one.chunks)
+        self._planning.compared.update(name for one in self._sets for name, _ in one.chunks)

@@ -26,9 +26,9 @@ from dcp_remote.format.catalog import (
     Entry,
     Owner,
     add_entry,
-    fenced_error,
     label_entry,
     raise_revision,
+    require_owner,
     take_fence,
 )
 from dcp_remote.format.keys import manifest_key
@@ -371,7 +371,7 @@ class JobSession:
             catalog = swap(self._store, self._refresh, deadline=deadline)
         else:
             catalog = require_catalog(RetryingStore(self._store, deadline))
-        self._require_ours(catalog)
+        require_owner(catalog, self.owner, url=self._store.url)
         return catalog
 
     def _require_progress(self, note: CheckpointLabels, catalog: Catalog) -> None:
@@ -434,7 +434,7 @@ class JobSession:
         return take_fence(catalog, describe_process())
 
     def _refresh(self, catalog: Catalog) -> Catalog:
-        self._require_ours(catalog)
+        require_owner(catalog, self.owner, url=self._store.url)
         return raise_revision(catalog)
 
     def _require_time(self, deadline: Deadline) -> None:
@@ -442,10 +442,6 @@ class JobSession:
             raise SaveTimeoutError(
                 "The deadline passed before the save was committed; nothing was committed.", url=self._store.url
             )
-
-    def _require_ours(self, catalog: Catalog) -> None:
-        if Owner(catalog.run_id, catalog.token) != self.owner:
-            raise fenced_error(catalog, self._token(), self._store.url)
 
     def _token(self) -> int:
         assert self.owner is not None, "the fence is taken first"

@@ -444,7 +444,7 @@ def train_during_a_save(strategy: str, path: Path, held: str) -> tuple[Leaves, L
         assert torch.equal(sums, torch.arange(30.0) * world_size + sum(range(world_size)))
         dist.barrier()
         assert manager._background_saves._under_way is not None
-        assert not manager._background_saves._under_way.is_settled
+        assert not manager._background_saves._under_way.settled.is_set()
         store.let_go.set()
         manager.wait()
     return saved, full(training.state()), full(alone.state())
