@@ -34,8 +34,8 @@ from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import Change, missing_catalog, read_catalog, swap
 from dcp_remote.run.conditional_put import Backoff, find_object, require_compare_and_swap
 from dcp_remote.run.live_shards import LiveShards
-from dcp_remote.run.lookup import Stored, not_found, read_stored
-from dcp_remote.storage.base import ObjectInfo, ObjectStore
+from dcp_remote.run.lookup import not_found, read_stored
+from dcp_remote.storage.base import Content, ObjectInfo, ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.deletion_queue import DeletionQueue
 from dcp_remote.storage.retrying import RetryingStore
@@ -180,7 +180,7 @@ class _Seen:
     listed: Sequence[ObjectInfo]  # manifests and shards of a run, or shards of a checkpoint by itself
     not_named: Collection[str]  # keys of those that no live checkpoint names
     catalog: Catalog | None = None  # of the run, if there is one
-    stored: Stored | None = None  # object at the key of the manifest of a checkpoint by itself
+    stored: Content | None = None  # object at the key of the manifest of a checkpoint by itself
 
     def orphans(self, *, now_seconds: float, grace_seconds: float) -> Orphans:
         """Sort the orphans by age, by the clock that dates the objects and gives `now_seconds`. Pure.
@@ -213,10 +213,10 @@ def _look(store: ObjectStore, reading: ObjectStore, live: LiveShards, deadline: 
         raise missing_catalog(store)
     listed = [info for info in shards if is_written_key(info.key)]
     not_named = {info.key for info in listed}
-    stored = read_stored(reading)
+    stored, manifest = read_stored(reading)
     if stored is None and not listed:
         raise not_found(reading)  # most likely a wrong URL, which must not look like a clean checkpoint
-    named = stored.manifest.shards.keys if stored is not None and stored.manifest is not None else ()
+    named = manifest.shards.keys if manifest is not None else ()
     return _Seen(listed, not_named.difference(named), stored=stored)
 
 
@@ -262,7 +262,7 @@ def _raise_floor(store: ObjectStore, before: Catalog, old: Iterable[ObjectInfo])
     return change
 
 
-def _put_again(store: ObjectStore, stored: Stored | None, deadline: Deadline) -> None:
+def _put_again(store: ObjectStore, stored: Content | None, deadline: Deadline) -> None:
     """Put the manifest again under a new version, or a tombstone where there is none.
 
     Refused where a run was begun meanwhile, whose catalog a tombstone would hide.

@@ -41,7 +41,7 @@ from dcp_remote.run.catalog_store import read_catalog
 from dcp_remote.run.commit import read_slot
 from dcp_remote.run.conditional_put import find_object
 from dcp_remote.run.foreign_checkpoints import describe_foreign
-from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.base import Content, ObjectStore
 from dcp_remote.storage.rereads import RereadingStore, get_decoded
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS, RetryingStore
 from dcp_remote.storage.url import parse_url
@@ -72,24 +72,17 @@ _last_read: dict[str, Entry | None] = {}
 _LAST_READ_MAX = 1_000
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Object at the manifest's key, as stored and checked."""
+def read_stored(store: ObjectStore) -> tuple[Content | None, Manifest | None]:
+    """Read and check the object at the manifest's key, if there is one; one GET, and one more if it is damaged.
 
-    data: bytes
-    version: Version
-    manifest: Manifest | None  # None if the object is a tombstone, and so no checkpoint is here
-
-
-def read_stored(store: ObjectStore) -> Stored | None:
-    """Read and check the object at the manifest's key, if there is one; one GET, and one more if it is damaged."""
+    The manifest is None also if the object is a tombstone, and so no checkpoint is here.
+    """
     try:
-        content, manifest = get_decoded(store, MANIFEST_KEY, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
+        return get_decoded(store, MANIFEST_KEY, manifest_json.decode, limit_bytes=STORED_BYTES_MAX)
     except ObjectNotFoundError:
-        return None
+        return None, None
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
         raise error.with_details(url=store.url) from error
-    return Stored(content.data, content.version, manifest)
 
 
 def read_manifest(
@@ -111,7 +104,7 @@ def read_manifest(
         raise wrong_step(step, "A step must be an integer, or a checkpoint's name.")
     step = as_step(step)
     reading = RetryingStore(store, Deadline(retry_seconds))
-    stored: Stored | None = None
+    stored: Content | None = None
     may_be_run = _last_read.get(store.url, ...) is not None
     with (
         begin_early(
@@ -121,10 +114,9 @@ def read_manifest(
         expect_entry(store, step, retry_seconds=retry_seconds) as expected,
     ):
         if step is None:
-            stored = read_stored(reading)
-            if stored is not None and stored.manifest is not None:
+            stored, manifest = read_stored(reading)
+            if manifest is not None:
                 note_last(store, None)
-                manifest = stored.manifest
                 return join_segments(store, manifest, retry_seconds=retry_seconds) if whole else manifest
         catalog = read_early()
         if catalog is not None:
