@@ -215,7 +215,7 @@ class BackgroundSave:
             if is_first and self._ranks.is_coordinator and not self._is_awaited:
                 text = '%s has failed; the next save, wait or close raises this error (logs it if on_error="warn"): %s'
                 logger.error(text, self.what, error)  # noqa: TRY400  # its traceback comes when it is raised
-            operation.fail(error)
+            operation.end(error=error)
         else:
             # A report covers all ranks: only the coordinator's telemetry records it.
             operation.end(self._report if self._ranks.is_coordinator else None)

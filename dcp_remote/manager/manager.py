@@ -393,7 +393,7 @@ class CheckpointManager:
             raise InvalidArgumentError('wait must be False, True or "begun".', wait=wait)
         if self._is_skipped(step, is_awaited=wait is True):
             return False
-        operation = self._telemetry.save(self._store, step=step, rank=self._ranks.rank)
+        operation = self._telemetry.begin("save", self._store, step=step, rank=self._ranks.rank)
         background_save: BackgroundSave | None = None
         try:
             with operation.phase("waiting"):
@@ -438,7 +438,7 @@ class CheckpointManager:
         except BaseException as error:
             # Ctrl-C may come anywhere, and a thread may fail to start: the other ranks must be told in each case.
             passes = background_save is not None and self._gives_up(background_save, error, step, wait=wait)
-            operation.fail(error)
+            operation.end(error=error)
             if not passes:
                 raise
         else:
@@ -540,7 +540,7 @@ class CheckpointManager:
         made: Any = state
         is_function = _makes_state(state)
         asked = step if isinstance(step, int) else None
-        operation = self._telemetry.load(self._store, step=asked, rank=self._ranks.rank)
+        operation = self._telemetry.begin("load", self._store, step=asked, rank=self._ranks.rank)
         try:
             self._ranks.begin(collective)
             # Before the restore, whose outcome may differ between ranks: all ranks must count from the same call.
@@ -570,7 +570,7 @@ class CheckpointManager:
                 self._preemption.agreement.forget_restore()
                 if self._schedule is not None:
                     self._schedule.agreement.forget_restore()
-            operation.fail(error)
+            operation.end(error=error)
             raise
         self._last_load = restored.report if restored is not None else None
         operation.end(self._last_load)

@@ -184,14 +184,15 @@ class Telemetry:
     def _age_seconds(self) -> float | None:
         return None if self._newest_seconds is None else max(0.0, self._clock() - self._newest_seconds)
 
-    def save(self, store: ObjectStore, *, step: int, rank: int = 0) -> Operation:
-        """Begin the span of a save, below the caller's current span; any thread may end the operation."""
-        return Operation(self, "save", {_URL: store.url, "dcp_remote.step": step}, rank)
+    def begin(
+        self, name: Literal["save", "load"], store: ObjectStore, *, step: int | None = None, rank: int = 0
+    ) -> Operation:
+        """Begin the span of a save or load, below the caller's current span; any thread may end the operation.
 
-    def load(self, store: ObjectStore, *, step: int | None = None, rank: int = 0) -> Operation:
-        """Begin the span of a load, below the caller's current span; the report sets a step that is None."""
+        The report sets a step that is None.
+        """
         known = {} if step is None else {"dcp_remote.step": step}
-        return Operation(self, "load", {_URL: store.url, **known}, rank)
+        return Operation(self, name, {_URL: store.url, **known}, rank)
 
     def _attempt(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call a function that uses OpenTelemetry; return None if the API is not installed or the function raises."""
@@ -269,8 +270,8 @@ def _observe(
 class Operation:
     """Save or load under way, made by `Telemetry`.
 
-    The methods raise nothing, and do nothing without OpenTelemetry. The first call of `end` or `fail` ends the
-    operation; further calls do nothing.
+    The methods raise nothing, and do nothing without OpenTelemetry. The first call of `end` ends the operation; further
+    calls do nothing.
     """
 
     def __init__(self, telemetry: Telemetry, name: str, attributes: dict[str, Any], rank: int) -> None:
@@ -303,15 +304,11 @@ class Operation:
             if started is not None:
                 self._attempt(_end_span, started[0], None, failure)
 
-    def end(self, report: SaveReport | LoadReport | None = None) -> None:
-        """End the operation as a success. `report` is None on ranks of a save that are not the coordinator."""
-        self._finish(report, None)
+    def end(self, report: SaveReport | LoadReport | None = None, *, error: BaseException | None = None) -> None:
+        """End the operation; with an error, as a failure.
 
-    def fail(self, error: BaseException) -> None:
-        """End the operation as a failure."""
-        self._finish(None, error)
-
-    def _finish(self, report: SaveReport | LoadReport | None, error: BaseException | None) -> None:
+        `report` is None on ranks of a save that are not the coordinator.
+        """
         if not self._is_ended:
             self._is_ended = True
             if self._started is not None:

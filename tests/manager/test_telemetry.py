@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def test_a_save_in_the_background(collected: Collected) -> None:
     """Put the spans below the caller's, which ends before the save does in another thread."""
     tracer = collected.tracer_provider.get_tracer("training")
     with tracer.start_as_current_span("train") as train:
-        saving = collected.telemetry.save(MemoryStore("run"), step=7, rank=3)
+        saving = collected.telemetry.begin("save", MemoryStore("run"), step=7, rank=3)
         assert trace.get_current_span() is train
         with saving.phase("staging"):
             tracer.start_span("copy").end()
@@ -184,7 +184,7 @@ def test_a_save_in_the_background(collected: Collected) -> None:
 def test_background_has_the_context_of_the_caller(collected: Collected) -> None:
     """Carry baggage, which other instrumentation reads, into the phases of another thread."""
     token = context.attach(baggage.set_baggage("job", "a"))
-    saving = collected.telemetry.save(MemoryStore("run"), step=7)
+    saving = collected.telemetry.begin("save", MemoryStore("run"), step=7)
     context.detach(token)
     seen = []
 
@@ -198,7 +198,7 @@ def test_background_has_the_context_of_the_caller(collected: Collected) -> None:
 
 def test_a_load(collected: Collected) -> None:
     """Record a load of the newest checkpoint, whose step only the report tells, without a caller's span."""
-    loading = collected.telemetry.load(MemoryStore("run"))
+    loading = collected.telemetry.begin("load", MemoryStore("run"))
     for phase in ("planning", "reading"):
         with loading.phase(phase):
             pass
@@ -224,13 +224,13 @@ def test_a_load(collected: Collected) -> None:
 def test_metrics(collected: Collected) -> None:
     """Count two saves, one of them without a shard, a load, two failures, and a save without a report."""
     store = MemoryStore("run")
-    collected.telemetry.save(store, step=7).end(SAVED)
+    collected.telemetry.begin("save", store, step=7).end(SAVED)
     waited_for = replace(SAVED, slowest_shard=None, written_bytes=1, retries=0, background=False)
-    collected.telemetry.save(store, step=7).end(waited_for)
-    collected.telemetry.save(store, step=7, rank=1).end()
-    collected.telemetry.load(store, step=7).end(LOADED)
-    collected.telemetry.save(store, step=8).fail(SaveFailedError("No."))
-    collected.telemetry.load(store, step=8).fail(KeyboardInterrupt())
+    collected.telemetry.begin("save", store, step=7).end(waited_for)
+    collected.telemetry.begin("save", store, step=7, rank=1).end()
+    collected.telemetry.begin("load", store, step=7).end(LOADED)
+    collected.telemetry.begin("save", store, step=8).end(error=SaveFailedError("No."))
+    collected.telemetry.begin("load", store, step=8).end(error=KeyboardInterrupt())
     assert collected.numbers() == {
         "dcp_remote.bytes.written": {(): 301},
         "dcp_remote.bytes.deduplicated": {(): 1400},
@@ -279,15 +279,15 @@ def test_age_of_the_newest_checkpoint(collected: Collected) -> None:
         return collected.numbers().get("dcp_remote.checkpoint.age", {}).get(())
 
     assert age() is None  # nothing is known yet
-    telemetry.load(store).end(LOADED)
+    telemetry.begin("load", store).end(LOADED)
     telemetry.note_restored("2026-01-02T02:04:05+00:00")
     assert age() == 3600.0
     collected.now += 60
-    telemetry.save(store, step=8).fail(SaveFailedError("No."))
-    telemetry.save(store, step=7).end(replace(SAVED, is_repeated=True))
-    telemetry.save(store, step=9)  # under way
+    telemetry.begin("save", store, step=8).end(error=SaveFailedError("No."))
+    telemetry.begin("save", store, step=7).end(replace(SAVED, is_repeated=True))
+    telemetry.begin("save", store, step=9)  # under way
     assert age() == 3660.0
-    telemetry.save(store, step=9).end(SAVED)
+    telemetry.begin("save", store, step=9).end(SAVED)
     collected.now += 5
     assert age() == 5.0
     collected.now -= 60  # the clock was set back
@@ -300,9 +300,9 @@ def test_age_of_the_newest_checkpoint(collected: Collected) -> None:
 def test_age_without_a_checkpoint(collected: Collected, created: str) -> None:
     """Count from the first call if no save succeeds, and from the restore if its checkpoint has no readable time."""
     observe(collected.telemetry)
-    collected.telemetry.load(MemoryStore("run")).end()
+    collected.telemetry.begin("load", MemoryStore("run")).end()
     collected.now += 600
-    collected.telemetry.load(MemoryStore("run")).end()
+    collected.telemetry.begin("load", MemoryStore("run")).end()
     collected.telemetry.note_restored(created)
     assert collected.numbers()["dcp_remote.checkpoint.age"] == {(): 600.0}
 
@@ -354,7 +354,7 @@ def test_a_manager_is_observed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def failed_with(collected: Collected, error: BaseException) -> list[ReadableSpan]:
     """Return the spans of a save that raises in a phase."""
-    saving = collected.telemetry.save(MemoryStore("run"), step=7)
+    saving = collected.telemetry.begin("save", MemoryStore("run"), step=7)
 
     def save() -> None:
         with saving.phase("uploading"):
@@ -362,7 +362,7 @@ def failed_with(collected: Collected, error: BaseException) -> list[ReadableSpan
 
     with pytest.raises(type(error)) as caught:
         save()
-    saving.fail(caught.value)
+    saving.end(error=caught.value)
     return list(collected.spans.values())
 
 
@@ -400,7 +400,7 @@ def test_only_the_type_of_foreign_errors_is_recorded(collected: Collected) -> No
 def test_urls_without_credentials(collected: Collected) -> None:
     """Record the URL without the credentials that the store was opened with."""
     options = {"key": "AKIAIOSFODNN7EXAMPLE", "secret": "5ecre7", "region_name": "us-east-1"}
-    collected.telemetry.save(open_store("s3://bucket/run", options), step=7).end(SAVED)
+    collected.telemetry.begin("save", open_store("s3://bucket/run", options), step=7).end(SAVED)
     [span] = collected.spans.values()
     assert (span.attributes or {})["dcp_remote.storage.url"] == "s3://bucket/run"
     assert "5ecre7" not in span.to_json()
@@ -409,10 +409,10 @@ def test_urls_without_credentials(collected: Collected) -> None:
 
 def test_an_operation_ends_once(collected: Collected, caplog: pytest.LogCaptureFixture) -> None:
     """Ignore `end` and `fail` after the first `end`."""
-    saving = collected.telemetry.save(MemoryStore("run"), step=7)
+    saving = collected.telemetry.begin("save", MemoryStore("run"), step=7)
     saving.end(SAVED)
     saving.end(SAVED)
-    saving.fail(KeyError())
+    saving.end(error=KeyError())
     numbers = collected.numbers()
     assert numbers["dcp_remote.bytes.written"] == {(): 300}
     assert "dcp_remote.failures" not in numbers
@@ -438,14 +438,14 @@ def test_errors_of_opentelemetry_fail_no_save(
     provider.add_span_processor(Failing())
     telemetry = Telemetry(provider, MeterProvider())
     monkeypatch.setattr(MeterProvider, "get_meter", lambda *_: 1 / 0)
-    saving = telemetry.save(MemoryStore("run"), step=7)
+    saving = telemetry.begin("save", MemoryStore("run"), step=7)
     done = []
     with saving.phase("staging"):
         done.append("staging")
     with pytest.raises(KeyError), saving.phase("uploading"):
         raise KeyError
     saving.end(SAVED)
-    telemetry.load(MemoryStore("run")).fail(ValueError())
+    telemetry.begin("load", MemoryStore("run")).end(error=ValueError())
     assert done == ["staging"]
     [warning] = [record for record in caplog.records if record.name == telemetry_module.__name__]
     assert warning.levelno == logging.WARNING
@@ -460,17 +460,17 @@ import sys
 sys.modules["opentelemetry"] = None
 import dcp_remote.manager.telemetry as telemetry
 from dcp_remote.storage import MemoryStore
-saving = telemetry.Telemetry().save(MemoryStore("run"), step=7, rank=3)
+saving = telemetry.Telemetry().begin("save", MemoryStore("run"), step=7, rank=3)
 with saving.phase("staging"):
     pass
 try:
     with saving.phase("uploading"):
         raise KeyError("raised in the block")
 except KeyError as error:
-    saving.fail(error)
+    saving.end(error=error)
 loads = telemetry.Telemetry()
 loads.observe(MemoryStore("run"), None)
-loads.load(MemoryStore("run")).end()
+loads.begin("load", MemoryStore("run")).end()
 loads.close()
 print(telemetry.IS_INSTALLED, [name for name in sys.modules if name.startswith("opentelemetry.")])
 """
@@ -490,14 +490,15 @@ def test_without_the_api() -> None:
 def test_the_table_and_the_docstring_name_everything(collected: Collected) -> None:
     """Name every metric in `METRICS`, every attribute and phase of spans in the module's docstring, and no others."""
     observe(collected.telemetry)
-    for operation, report in (("save", SAVED), ("load", LOADED)):
-        running = getattr(collected.telemetry, operation)(MemoryStore("run"), step=7)
+    reports: dict[Literal["save", "load"], SaveReport | LoadReport] = {"save": SAVED, "load": LOADED}
+    for operation, report in reports.items():
+        running = collected.telemetry.begin(operation, MemoryStore("run"), step=7)
         for phase in fields(report.seconds)[:5]:  # `copying` goes on beside the others, and is no span
             with running.phase(phase.name):
                 pass
         running.end(report)
     failing = Collected()
-    failing.telemetry.save(MemoryStore("run"), step=7).fail(StorageError("No."))
+    failing.telemetry.begin("save", MemoryStore("run"), step=7).end(error=StorageError("No."))
     recorded = {
         name: {attribute for point in points.values() for attribute in point.attributes or {}}
         for collection in (collected, failing)
