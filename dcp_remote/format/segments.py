@@ -5,9 +5,10 @@ large checkpoint is an index: names, shapes, shards and objects, and for each se
 chunks are there. `draft_segments` and `put_segments` make the segments, `find_segments` says which of them boxes need,
 and `join` puts the chunks of some or all of them back into the manifest.
 
-A segment has the chunks of one top-level key that neighboring shards hold, which are those of neighboring ranks. It
-names no shard and no tensor itself, but counts those that the index lists for it. So a segment stays as it is where its
-shards are copied under other names, and where other keys are dropped.
+A segment has the chunks of one top-level key that neighboring shards hold, which are those of neighboring ranks. Where
+many tensors would make too many boxes, a larger band of neighbors is divided by tensor. A segment names no shard and no
+tensor itself, but counts those that the index lists for it. So a segment stays as it is where its shards are copied
+under other names, and where other keys are dropped.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ FORMAT = "dcp_remote segment"
 # Pieces of chunks, as ranks report them, above which a manifest is written in segments.
 SEGMENT_PIECES_MAX = 200_000
 
-# Pieces of a segment, about: 0.8 MB. A rank reads two or three, and an index that grows with their number; 1 MB for
-# 56 million pieces.
+# Pieces of a segment, about: 0.8 MB. A rank reads two or three (33 of 207,000 tensors on 128 ranks), and an index of 22
+# bytes for each shard: 2.2 MB for 56 million pieces.
 SEGMENT_PIECES = 50_000
+
+# Values of the boxes of all segments, about, a quarter of a column: a rank takes 70 bytes for each to decode the index.
+BOX_VALUES = ENTRIES_MAX // 4
 
 # Segments that are put at a time, and that are encoded at a time: other threads wait for the interpreter meanwhile.
 _SEGMENTS_IN_FLIGHT = 16
@@ -150,15 +154,24 @@ class Draft:
     document: bytes  # compressed
 
 
-def draft_segments(chunks: Segment, groups: I64, pieces: I64) -> Iterator[Draft]:
+def choose_band_pieces(pieces: int, tensors: Tensors) -> int:
+    """Return about how many pieces of neighboring shards are taken together, so that all boxes have `BOX_VALUES`.
+
+    A power of two times `SEGMENT_PIECES`: a few pieces more or less in a later save seldom change its segments.
+    """
+    values = int(np.maximum(tensors.dimensions, 1).sum())  # if each tensor had one box
+    return SEGMENT_PIECES << (pieces * values // (SEGMENT_PIECES * BOX_VALUES)).bit_length()
+
+
+def draft_segments(chunks: Segment, groups: I64, pieces: I64, *, band_pieces: int) -> Iterator[Draft]:
     """Yield the segments of some chunks, whose pieces have no digests yet.
 
-    `groups` is the number of the top-level key of each tensor, as `Manifest.tensor_groups`. No shard of a key is
-    divided. `pieces` is the index of each piece by which `put_segments` asks for its digest.
+    `groups` is the number of the top-level key of each tensor, as `Manifest.tensor_groups`. `pieces` is the index of
+    each piece by which `put_segments` asks for its digest. `band_pieces` is that of `choose_band_pieces`.
     """
     if not len(chunks.tensor):
         return
-    for numbers in _group_chunks(chunks, groups):
+    for numbers in _group_chunks(chunks, groups, band_pieces):
         part = chunks.take(numbers)
         shards, tensors = sorted_unique(part.pieces.shard), sorted_unique(part.tensor)
         owner = np.searchsorted(tensors, part.tensor)
@@ -224,23 +237,35 @@ def put_segments(
     )
 
 
-def _group_chunks(chunks: Segment, groups: I64) -> list[I64]:
+def _group_chunks(chunks: Segment, groups: I64, band_pieces: int) -> list[I64]:
     """Return the indices of the chunks of each segment, ascending.
 
-    Chunks are taken by top-level key, then by the shard of their first piece; the segments of a key are about equal.
+    Chunks are taken by top-level key, then by the shard of their first piece, and then, if there are more than a
+    segment has, by tensor.
     """
-    group = groups[chunks.tensor]
+    group, counts = groups[chunks.tensor], np.maximum(chunks.counts, 1)
     # A chunk without pieces goes with its neighbor.
     shard = np.append(chunks.pieces.shard, chunks.pieces.shard.max(initial=0))[chunks.piece_first]
-    order = np.lexsort((shard, group))
+    bands = _cut(group, shard, counts, band_pieces)
+    if band_pieces == SEGMENT_PIECES:
+        return bands
+    return [band[own] for band in bands for own in _cut(group[band], chunks.tensor[band], counts[band], SEGMENT_PIECES)]
+
+
+def _cut(group: I64, owner: I64, counts: I64, size: int) -> list[I64]:
+    """Return the indices of the chunks of each part, ascending: those of some owners in one group.
+
+    The parts of a group are about equal, of about `size` pieces. `counts` is the number of pieces of each chunk.
+    """
+    order = np.lexsort((owner, group))
     is_first = np.concatenate([[True], np.diff(group[order]) != 0])  # of its group
-    starts = np.flatnonzero(is_first | np.concatenate([[True], np.diff(shard[order]) != 0]))
-    before = group_offsets(np.maximum(chunks.counts[order], 1))[starts]
-    # Pieces of the group before each shard.
+    starts = np.flatnonzero(is_first | np.concatenate([[True], np.diff(owner[order]) != 0]))
+    before = group_offsets(counts[order])[starts]
+    # Pieces of the group before each owner.
     before -= np.maximum.accumulate(np.where(is_first[starts], before, 0))
-    pieces = np.bincount(group, np.maximum(chunks.counts, 1))
-    size = pieces / np.maximum(np.round(pieces / SEGMENT_PIECES), 1)
-    is_new = is_first[starts] | (np.diff(before // size[group[order[starts]]], prepend=0) != 0)
+    pieces = np.bincount(group, counts)
+    equal = pieces / np.maximum(np.round(pieces / size), 1)
+    is_new = is_first[starts] | (np.diff(before // equal[group[order[starts]]], prepend=0) != 0)
     return [np.sort(numbers, kind="stable") for numbers in np.split(order, starts[is_new][1:])]  # of few ascending runs
 
 

@@ -31,12 +31,13 @@ from dcp_remote.format.manifest import (
     tensor_groups,
 )
 from dcp_remote.format.manifest_validation import check_pieces, check_tensors
-from dcp_remote.format.segments import Draft, Segment, draft_segments, put_segments
+from dcp_remote.format.segments import Draft, Segment, choose_band_pieces, draft_segments, put_segments
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.rank_report import JoinedNumbers, SentReport, join_numbers
 
-# Segments whose chunks are found and checked at a time, in 100 MB of memory. Reports that name the same shard, and all
-# between them, are one block, however large: after a restore at another world size ranks reuse shards of one another.
+# Segments whose chunks are found and checked at a time, in 100 MB of memory; all of a band, if that has more. Reports
+# that name the same shard, and all between them, are one block, however large: after a restore at another world size
+# ranks reuse shards of one another.
 _BLOCK_SEGMENTS = 8
 
 
@@ -177,8 +178,10 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
             return known
     tensors, own_tensors = _find_tensors(planned.tensors, reports)
     stored, origins = _choose_objects(planned.positions, reports)
-    of_objects = sum(item.pieces for report in reports for item in report.stored)
-    is_large = int(_piece_first(reports)[-1]) - of_objects > segments.SEGMENT_PIECES_MAX
+    of_all = int(_piece_first(reports)[-1])
+    of_chunks = of_all - sum(item.pieces for report in reports for item in report.stored)
+    is_large, band_pieces = of_chunks > segments.SEGMENT_PIECES_MAX, choose_band_pieces(of_chunks, tensors)
+    size = max(_BLOCK_SEGMENTS * segments.SEGMENT_PIECES, band_pieces) if is_large else of_all + 1
     if is_large:
         check_tensors(tensors, tensors.chunks)
     groups = tensor_groups(tensors.names, drop_conflicting(planned.flatten, planned.names))
@@ -186,7 +189,7 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
     shards, parts, drafts = list[Shards](), list[tuple[Segment, I64]](), list[Draft]()
     objects: dict[int, Pieces] = {}
     stream_bytes = 0
-    for begin, stop, shard_first, piece_first in _divide(reports, same_shard, is_large=is_large):
+    for begin, stop, shard_first, piece_first in _divide(reports, same_shard, size):
         numbers = join_numbers(reports[begin:stop])
         # From here on, the number of a shard is that among the shards of all reports.
         of_rank = np.repeat(numbers.shard_first[:-1], np.diff(numbers.piece_first))
@@ -213,7 +216,7 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
             others=len(pieces.shard) - len(taken),
             stream_bytes=stream_bytes,
         )
-        drafts += draft_segments(part, groups, taken + piece_first)
+        drafts += draft_segments(part, groups, taken + piece_first, band_pieces=band_pieces)
     pieces = Pieces.concat([*(part.pieces for part, _ in parts), *(objects[number] for number in range(len(stored)))])
     is_named = np.zeros(len(same_shard), dtype=bool)
     is_named[concat_arrays([pieces.shard, *(draft.shards for draft in drafts)])] = True
@@ -233,16 +236,15 @@ def _find_structure(planned: Planned, reports: Sequence[SentReport]) -> Structur
     )
 
 
-def _divide(reports: Sequence[SentReport], same_shard: I64, *, is_large: bool) -> Iterator[tuple[int, int, int, int]]:
+def _divide(reports: Sequence[SentReport], same_shard: I64, size: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield blocks of reports: the first and the end, and the indices of the first shard and piece among those of all.
 
-    Shards of a block are in no other. A small checkpoint is one block.
+    Shards of a block are in no other. A block has at least `size` pieces, but for the last.
     """
     piece_first = _piece_first(reports)
     shard_first = group_offsets(np.array([len(report.keys) for report in reports], dtype=np.int64))
     # The lowest of the shards of each report and those behind it.
     lowest = np.minimum.accumulate(np.append(same_shard, len(same_shard))[::-1])[::-1][shard_first]
-    size = _BLOCK_SEGMENTS * segments.SEGMENT_PIECES if is_large else int(piece_first[-1]) + 1
     begin = 0
     for stop in np.flatnonzero(lowest >= shard_first)[1:].tolist():
         if stop == len(reports) or piece_first[stop] - piece_first[begin] >= size:

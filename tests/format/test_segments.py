@@ -22,7 +22,15 @@ from dcp_remote.format import document, manifest_json, segments
 from dcp_remote.format.columns import encode_column
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.manifest import Manifest, TensorKind
-from dcp_remote.format.segments import Segment, decode_segment, find_segments, join, place_of, segment_keys
+from dcp_remote.format.segments import (
+    Segment,
+    choose_band_pieces,
+    decode_segment,
+    find_segments,
+    join,
+    place_of,
+    segment_keys,
+)
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.overlapping_templates import _have_other_values
 from dcp_remote.run.thinning import drop_keys
@@ -44,9 +52,15 @@ def wide(*, tensors: int = 6, ranks: int = 8, keys: Sequence[str] = ("model", "o
     return replace(manifest, flatten={name: tuple(name.split(".")) for name in names})
 
 
-def write(manifest: Manifest, pieces: int, known: Mapping[bytes, str] | None = None) -> tuple[Manifest, bytes, Objects]:
+def write(
+    manifest: Manifest,
+    pieces: int,
+    known: Mapping[bytes, str] | None = None,
+    *,
+    box_values: int = segments.BOX_VALUES,
+) -> tuple[Manifest, bytes, Objects]:
     """Return the index of a manifest in segments of so many pieces, its document, and its segments."""
-    with lower_segments(pieces):
+    with lower_segments(pieces, box_values=box_values):
         index, objects = split(manifest, ShardNames(0).key, known or {})
     return index, manifest_json.encode(index), objects
 
@@ -68,10 +82,10 @@ def decoded(body: bytes) -> Manifest:
     return manifest
 
 
-@given(manifests(), st.integers(0, 3))
-def test_joined_is_what_was_written(manifest: Manifest, pieces: int) -> None:
+@given(manifests(), st.integers(0, 3), st.sampled_from([1, 10, segments.BOX_VALUES]))
+def test_joined_is_what_was_written(manifest: Manifest, pieces: int, box_values: int) -> None:
     """Any manifest is read as it was written; one of few pieces has no segments, and is the document of before."""
-    written, body, objects = write(manifest, pieces)
+    written, body, objects = write(manifest, pieces, box_values=box_values)
     index = decoded(body)
     if int(manifest.tensors.piece_first[-1]) <= pieces:
         assert (body, objects) == (manifest_json.encode(manifest), {})
@@ -146,6 +160,37 @@ def test_a_part_is_read_as_it_is_in_the_whole() -> None:
             pieces = [int(one.tensors.piece_first[c]) for one, c in ((part, chunk), (large, whole))]
             assert part.pieces.digest(pieces[0]) == large.pieces.digest(pieces[1])
             assert part.pieces.start[pieces[0]] == large.pieces.start[pieces[1]]
+
+
+def test_many_tensors_have_few_boxes() -> None:
+    """More ranks are neighbors then, whose segments have some tensors each: a rank needs the segments of them alone."""
+    manifest = wide(tensors=40, ranks=32)
+    for box_values, neighbors, boxes in ((2**23, 1, 2 * 32 * 40), (1500, 8, 2 * 4 * 40), (1, 32, 2 * 40)):
+        index = decoded(write(manifest, pieces=40, box_values=box_values)[1])
+        assert index.segments is not None
+        assert len(index.segments.tensor) == boxes
+        assert len(index.segments.tensors) == 2 * 32
+        own = {name: [((4 * 9, 0), (4, 3))] for name in index.tensors.names if name.startswith("model")}
+        assert len(find_segments(index, own)) == neighbors
+        one = {"model.7": [((0, 0), (128, 3))]}
+        assert len(find_segments(index, one)) == 32 // neighbors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pieces", "expected"),
+    [
+        (3_400, 55_705_600, 50_000),
+        (207_000, 200_001, 50_000),
+        (207_000, 26_496_000, 1_600_000),
+        (207_000, 27_000_000, 1_600_000),
+        (10_000, 163_840_000, 400_000),
+    ],
+)
+def test_neighbors_whose_segments_are_divided_by_tensor(tensors: int, pieces: int, expected: int) -> None:
+    """As many as a quarter of a column of the index allows, and the same ones where a later save has more pieces."""
+    named = replace(wide().tensors, dimensions=np.full(tensors, 2, dtype=np.int64))
+    assert choose_band_pieces(pieces, named) == expected
+    assert pieces * 2 * tensors // expected <= 2**23
 
 
 def test_tied_tensors_of_which_one_has_more_chunks() -> None:

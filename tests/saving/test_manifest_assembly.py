@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from dcp_remote import RemoteReader, RemoteWriter, load, writer
 from dcp_remote.common.arrays import Buffer, shrink_integers
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
-from dcp_remote.format import manifest_json, segments
+from dcp_remote.format import columns, manifest_json, segments
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest, TensorKind
-from dcp_remote.format.segments import decode_segment, join, place_of
+from dcp_remote.format.segments import decode_segment, find_segments, join, place_of, segment_keys
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.loading.dcp_metadata import to_dcp_metadata
 from dcp_remote.saving import manifest_assembly
@@ -31,6 +31,7 @@ from dcp_remote.saving.manifest_assembly import assemble_manifest
 from dcp_remote.saving.rank_report import JoinedNumbers, RankReport, SentReport, join_numbers
 from dcp_remote.saving.shard_writer import write_shards
 from dcp_remote.storage import MemoryStore
+from tests.benchmark.clients.commit_cost import URL, Cost, Layout, plan
 from tests.support.manifests import plain
 from tests.support.segments import lower_segments
 from tests.support.simulated_ranks import LocalShards, State, load_as_ranks, save_as_ranks, shard
@@ -327,6 +328,35 @@ def test_blocks_of_reports(monkeypatch: pytest.MonkeyPatch, also: str) -> None:
         joined.shards.take(np.arange(len(whole.shards.keys))),
     )
     assert plain(replace(joined, segments=None, pieces=own, shards=shards, created="")) == plain(whole)
+
+
+def test_segments_of_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column has room for their boxes, and a later save, also of another process, names the segments again."""
+    layout = Layout(data_parallel=4, stages=1, tensors=60)
+    monkeypatch.setattr(columns, "ENTRIES_MAX", 1000)
+    known: dict[bytes, str] = {}
+    for last, expected in ((1, 32), (1, 0), (2, 4)):
+        reports = [layout.report(rank, last if rank == 31 else 1) for rank in range(32)]
+        put: dict[str, object] = {}
+        with lower_segments(60, box_values=1000):
+            index, body = assemble_manifest(
+                plan(layout, Cost()),
+                reports,
+                url=URL,
+                save_id=SAVE_ID,
+                segment_names=ShardNames(0),
+                segments_known=known,
+                put=put.__setitem__,
+            )
+        assert len(put) == expected
+        known |= segment_keys(index)
+    decoded = manifest_json.decode(body)
+    assert decoded is not None
+    assert decoded.segments is not None
+    assert len(decoded.segments.tensors) == 32
+    assert len(decoded.segments.offsets) == 32 // 4 * 60 * 2
+    own = {name: [(layout.offsets(13), (1, 1))] for name in layout.names(0)}
+    assert len(find_segments(decoded, own)) == 4
 
 
 def outcome(contents: Contents, reports: Sequence[RankReport]) -> object:

@@ -14,16 +14,20 @@ import torch
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.format import segments
 from dcp_remote.format.manifest import Manifest
-from dcp_remote.format.segments import Segment, draft_segments, put_segments
+from dcp_remote.format.segments import Segment, choose_band_pieces, draft_segments, put_segments
 from tests.support.simulated_ranks import shard
 
 
 @contextmanager
-def lower_segments(pieces: int) -> Iterator[None]:
-    """Write manifests in segments of so many pieces, as large checkpoints have them of 200,000."""
+def lower_segments(pieces: int, *, box_values: int = segments.BOX_VALUES) -> Iterator[None]:
+    """Write manifests in segments of so many pieces, as large checkpoints have them of 200,000.
+
+    `box_values` is about the most that all boxes have together.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SEGMENT_PIECES_MAX", pieces)
         patch.setattr(segments, "SEGMENT_PIECES", max(pieces, 1))
+        patch.setattr(segments, "BOX_VALUES", box_values)
         yield
 
 
@@ -54,7 +58,11 @@ def split(
             stored=tuple(replace(item, piece_first=item.piece_first - count) for item in manifest.stored),
         ),
         tensors.chunks,
-        list(draft_segments(chunks, manifest.tensor_groups, np.arange(count))),
+        list(
+            draft_segments(
+                chunks, manifest.tensor_groups, np.arange(count), band_pieces=choose_band_pieces(count, tensors)
+            )
+        ),
         digests_of=lambda indices: pieces.take(indices).digests,
         make_key=make_key,
         known=known,
