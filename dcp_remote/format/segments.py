@@ -418,12 +418,13 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
     return Segment(tensor, dimensions[tensor], numbers, offsets, sizes, piece_counts, pieces)
 
 
-def join(manifest: Manifest, found: Sequence[Segment], *, is_whole: bool = False) -> Manifest:
+def join(manifest: Manifest, found: list[Segment], *, is_whole: bool = False) -> Manifest:
     """Return a manifest with the chunks of these segments, checked; `manifest` is as it was decoded.
 
-    If these are all segments, `is_whole`, they must have all chunks.
+    If these are all segments, `is_whole`, they must have all chunks. `found` is emptied, to free its memory.
     """
     joined = Segment.concat(found)
+    found.clear()
     joined = joined.take(np.lexsort((joined.number, joined.tensor)))
     if bool(((np.diff(joined.tensor) == 0) & (np.diff(joined.number) == 0)).any()):
         raise _damaged("a chunk is in it twice, or in another one")

@@ -29,7 +29,7 @@ from dcp_remote.format.catalog import Entry
 from dcp_remote.format.manifest import MANIFEST_KEY, Manifest
 from dcp_remote.run.catalog_store import require_catalog
 from dcp_remote.run.info import catalog_of
-from dcp_remote.run.lookup import find_entry, no_run, read_entry, read_manifest
+from dcp_remote.run.lookup import find_entry, join_segments, no_run, read_entry, read_manifest
 from dcp_remote.run.shard_check import Damage, Depth, ShardChecker, ShardPart, group_pieces
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.counting import CountingStore
@@ -142,6 +142,7 @@ class _Walk:
                 place = shards.keys[shard] if entry is None else f"{entry.step:016d}:{shards.keys[shard]}"
                 if len(own) and place > after:
                     yield place, ShardPart.of(manifest, shard, own)
+            del manifest, shards, groups, is_new  # before the next one is joined: a large one takes gigabytes
 
     def _find_new(self, manifest: Manifest) -> np.typing.NDArray[np.bool_]:
         """Return which pieces are in no manifest before, by fingerprints of shard, start and digest."""
@@ -173,6 +174,7 @@ class _Walk:
                     damage = named.get(key, damaged[key])
                     names, steps = tuple(sorted(entries.union(damage.entries))), _steps_of(entry) if entries else ()
                     named[key] = replace(damage, steps=damage.steps + steps, entries=names)
+            del manifest
         if damaged and not named and live == [None]:
             raise CheckpointGoneError("The checkpoint was replaced meanwhile. Verify again.", url=self._store.url)
         changed = tuple(entry.step for entry in self._entries if entry is not None and entry.manifest not in keys)
@@ -180,17 +182,20 @@ class _Walk:
         return changed, (*manifests, *(named[key] for key in sorted(named)))
 
     def _manifests(self, entries: _Entries) -> Iterator[tuple[Entry | None, Manifest | DcpRemoteError]]:
-        def read(entry: Entry | None) -> Manifest | DcpRemoteError:
+        def read(entry: Entry | None, index: Manifest | None = None) -> Manifest | DcpRemoteError:
             try:
+                if index is not None:
+                    return join_segments(self._store, index, retry_seconds=self._retry_seconds)
                 if entry is None:
-                    return read_manifest(self._store, retry_seconds=self._retry_seconds)
-                return read_entry(self._store, entry, retry_seconds=self._retry_seconds)
+                    return read_manifest(self._store, retry_seconds=self._retry_seconds, whole=False)
+                return read_entry(self._store, entry, retry_seconds=self._retry_seconds, whole=False)
             except (CheckpointGoneError, CorruptCheckpointError, UnsupportedFormatError) as error:
                 return error
 
         for first in range(0, len(entries), CALLS_IN_FLIGHT):  # bounds memory
             some = entries[first : first + CALLS_IN_FLIGHT]
-            yield from zip(some, in_parallel(read, some), strict=True)
+            for entry, index in zip(some, in_parallel(read, some), strict=True):
+                yield entry, read(entry, index) if isinstance(index, Manifest) else index
 
 
 def _steps_of(entry: Entry | None) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +27,11 @@ from dcp_remote.loading.peers import Announcement, cohorts_of
 from dcp_remote.loading.read_plan import wanted_blocks
 from dcp_remote.loading.shared_read_plan import encode_wanted
 from dcp_remote.manager import rank_restore
+from dcp_remote.run import verification
 from dcp_remote.run.copying import copy_checkpoints
 from dcp_remote.run.gc import remove_orphans
 from dcp_remote.run.info import require_run
-from dcp_remote.run.lookup import read_entry, read_manifest
+from dcp_remote.run.lookup import join_segments, read_entry, read_manifest
 from dcp_remote.run.verification import verify
 from dcp_remote.storage.base import Condition, ObjectStore, Version
 from dcp_remote.storage.memory import MemoryStore
@@ -295,6 +297,23 @@ def test_a_segment_that_cannot_be_read(what: str) -> None:
     assert f"segment of the manifest is {what}" in damage.reason
     with pytest.raises(CorruptCheckpointError, match="segment of the manifest"):
         copy_checkpoints(store, MemoryStore(), step=2)
+
+
+def test_verify_has_one_whole_manifest_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where damage is looked for in all of them once more."""
+    store = MemoryStore()
+    save(store, 1, 2, 3)
+    made: list[weakref.ref[Manifest]] = []
+
+    def join(*arguments: Any, **options: Any) -> Manifest:
+        assert not any(one() for one in made)
+        made.append(weakref.ref(manifest := join_segments(*arguments, **options)))
+        return manifest
+
+    monkeypatch.setattr(verification, "join_segments", join)
+    store.delete([manifest_of(store, 2).shards.keys[0]])
+    assert verify(store).damage
+    assert len(made) == 6
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read() -> None:

@@ -93,7 +93,8 @@ def test_joined_is_what_was_written(manifest: Manifest, pieces: int, box_values:
         return
     assert plain(index) == plain(written)
     assert set(index.shards.keys) == {*manifest.shards.keys, *objects}
-    joined = join(index, decode(index, objects))
+    joined = join(index, found := decode(index, objects))
+    assert not found  # freed
     own = joined.pieces.take(np.arange(joined.segment_first))
     assert plain(replace(joined, segments=None, shards=manifest.shards, pieces=own)) == plain(manifest)
     assert manifest_json.encode(joined) == body
