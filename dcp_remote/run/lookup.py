@@ -344,6 +344,8 @@ def join_segments(
         except CorruptCheckpointError:
             RereadingStore(reading).get_into(key, start, data)
             return decode_segment(manifest, segment, data)
+        except ObjectNotFoundError as error:
+            raise error.with_details(shard=key) from error
 
     try:
         numbers = range(len(manifest.segments.tensors)) if segments is None else segments
@@ -356,7 +358,7 @@ def join_segments(
         if gone is None and isinstance(error, PermissionDeniedError):
             raise
         raise gone or CorruptCheckpointError(
-            "A segment of the manifest is missing. Use another checkpoint.", url=store.url, cause=error
+            "A segment of the manifest is missing. Use another checkpoint.", **error.details | {"url": store.url}
         ) from error
 
 

@@ -36,7 +36,7 @@ class Damage:
 
     Attributes:
         key: Key of the object, relative to the URL of the run or checkpoint.
-        kind: "missing", "length" or "bytes" of a shard; "manifest" if a manifest is missing or cannot be read.
+        kind: "missing", "length" or "bytes" of a shard; "manifest" if a manifest, or a segment of it, cannot be read.
         reason: Text for people that says what was found.
         ranges: Damaged bytes of a shard, as far as they are known.
         steps: Steps of the live checkpoints that have one of `entries`, or this manifest, ascending; () if none has

@@ -126,14 +126,16 @@ class _Walk:
         self._store, self._entries, self._retry_seconds = store, entries, retry_seconds
         # Fingerprints of the pieces that were seen, ascending, and an end mark.
         self._seen = np.array([2**64 - 1], dtype=np.uint64)
-        self._damage: list[Damage] = []  # of manifests, deleted ones included
+        self._damage: list[tuple[str, Damage]] = []  # of manifests and segments, by the key of the manifest
 
     def parts(self, after: str) -> Iterator[tuple[str, ShardPart]]:
         """Yield the shards behind a place, each with its place and the pieces that no earlier checkpoint names."""
         for entry, manifest in self._manifests(self._entries):
             if not isinstance(manifest, Manifest):
                 key = MANIFEST_KEY if entry is None else entry.manifest
-                self._damage.append(Damage(key, "manifest", manifest.what, steps=_steps_of(entry)))
+                damaged = str(manifest.details.get("shard") or key)  # that of a segment
+                reason = f"{manifest.what} Shards of this checkpoint alone were not checked."
+                self._damage.append((key, Damage(damaged, "manifest", reason, steps=_steps_of(entry))))
                 continue
             is_new = self._find_new(manifest)
             shards, groups = manifest.shards, group_pieces(manifest)
@@ -178,7 +180,7 @@ class _Walk:
         if damaged and not named and live == [None]:
             raise CheckpointGoneError("The checkpoint was replaced meanwhile. Verify again.", url=self._store.url)
         changed = tuple(entry.step for entry in self._entries if entry is not None and entry.manifest not in keys)
-        manifests = [damage for damage in self._damage if damage.key in keys]
+        manifests = [damage for key, damage in self._damage if key in keys]
         return changed, (*manifests, *(named[key] for key in sorted(named)))
 
     def _manifests(self, entries: _Entries) -> Iterator[tuple[Entry | None, Manifest | DcpRemoteError]]:

@@ -278,7 +278,7 @@ def test_a_copy_has_the_segments_of_its_source() -> None:
 
 @pytest.mark.parametrize("what", ["missing", "damaged"])
 def test_a_segment_that_cannot_be_read(what: str) -> None:
-    """Every rank that needs the segment names it; others read the checkpoint. `verify` names its checkpoint alone."""
+    """Every rank that needs the segment names it; others read the checkpoint. `verify` names the segment."""
     store = MemoryStore()
     save(store, 1, 2)
     key = segments_of(store, 2)[-1]
@@ -293,8 +293,9 @@ def test_a_segment_that_cannot_be_read(what: str) -> None:
     assert equal(restore([store] * 2, step=1), state_at(1))
     assert equal(restore([store], include="model.*")["model"], state_at(2)["model"])
     (damage,) = verify(store).damage
-    assert (damage.kind, damage.steps) == ("manifest", (2,))
-    assert f"segment of the manifest is {what}" in damage.reason
+    assert (damage.key, damage.kind, damage.steps) == (key, "manifest", (2,))
+    assert damage.reason.startswith(f"A segment of the manifest is {what}")
+    assert damage.reason.endswith("Shards of this checkpoint alone were not checked.")
     with pytest.raises(CorruptCheckpointError, match="segment of the manifest"):
         copy_checkpoints(store, MemoryStore(), step=2)
 
