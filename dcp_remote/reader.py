@@ -57,9 +57,9 @@ class RemoteReader(Located, StorageReader):
     """Read a checkpoint: `dcp.load(state, storage_reader=RemoteReader("s3://bucket/checkpoint"))`.
 
     Works at any world size and with any sharding of the template. Each rank makes one GET for the manifest (for a run
-    up to two more, to find it, and from a cloud perhaps one in vain, since these are sent at once), one GET per range
-    of at most 8 MiB that it needs, and one small GET per shard of which it needs only parts of pieces. No code runs on
-    load. If a load raises, the template holds parts of the checkpoint and must not be used.
+    up to two more, to find it, and from a cloud perhaps one in vain, since these are sent at once), one for each of all
+    segments, one GET per range of at most 8 MiB that it needs, and one small GET per shard of which it needs only parts
+    of pieces. No code runs on load. If a load raises, the template holds parts of the checkpoint and must not be used.
 
     torch's own planner names one missing key, and leaves out what the state lacks without a message. With a planner of
     this reader, all differences are one `StateMismatchError`, and the options of `RemoteLoadPlanner` apply:
@@ -145,7 +145,7 @@ class RemoteReader(Located, StorageReader):
     # on this rank alone, which hangs all ranks (state_dict_loader.py of torch 2.13).
     @replace_unpicklable_errors
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        """Read and check the manifest; one GET, on every rank.
+        """Read and check the manifest, as a whole; one GET, and one for each segment, on every rank.
 
         A failure is raised when the returned metadata is used: by `set_up_storage_reader`, in a load. torch replaces
         an exception that is raised *here* by an AssertionError, so that a missing checkpoint would look like a store

@@ -41,7 +41,8 @@ def show(
 ) -> None:
     """Print the content of a checkpoint.
 
-    Or of the newest checkpoint of a run, from its manifest alone: one GET, for a run three (two if a step is given).
+    Or of the newest checkpoint of a run, from its manifest alone: one GET (of a run three, two with a step), and one
+    for each segment.
     """
     store = open_store(url, storage_options)
     manifest = read_manifest(store, step=step, retry_seconds=RETRY_SECONDS)

@@ -155,11 +155,9 @@ class Draft:
 
 
 def choose_band_pieces(pieces: int, tensors: Tensors) -> int:
-    """Return about how many pieces of neighboring shards are taken together, so that all boxes have `BOX_VALUES`.
-
-    A power of two times `SEGMENT_PIECES`: a few pieces more or less in a later save seldom change its segments.
-    """
+    """Return about how many pieces of neighboring shards are taken together, so that all boxes have `BOX_VALUES`."""
     values = int(np.maximum(tensors.dimensions, 1).sum())  # if each tensor had one box
+    # By powers of two: a later save with a few pieces more or less seldom has other segments.
     return SEGMENT_PIECES << (pieces * values // (SEGMENT_PIECES * BOX_VALUES)).bit_length()
 
 
@@ -253,10 +251,7 @@ def _group_chunks(chunks: Segment, groups: I64, band_pieces: int) -> list[I64]:
 
 
 def _cut(group: I64, owner: I64, counts: I64, size: int) -> list[I64]:
-    """Return the indices of the chunks of each part, ascending: those of some owners in one group.
-
-    The parts of a group are about equal, of about `size` pieces. `counts` is the number of pieces of each chunk.
-    """
+    """Return the indices of the chunks of some owners in each group, ascending, in parts of about `size` pieces."""
     order = np.lexsort((owner, group))
     is_first = np.concatenate([[True], np.diff(group[order]) != 0])  # of its group
     starts = np.flatnonzero(is_first | np.concatenate([[True], np.diff(owner[order]) != 0]))
@@ -270,10 +265,7 @@ def _cut(group: I64, owner: I64, counts: I64, size: int) -> list[I64]:
 
 
 def _bound(part: Segment, owner: I64) -> tuple[I64, I64]:
-    """Return the offsets and the sizes of the box around the chunks of each tensor.
-
-    `owner` is the position of each chunk's tensor among those of the part.
-    """
+    """Return offsets and sizes of the box around the chunks of each tensor; `owner` is its position for each chunk."""
     dimensions = part.dimensions[np.searchsorted(owner, np.arange(owner[-1] + 1))]
     values = concat_ranges(group_offsets(dimensions)[owner], part.dimensions)
     low = np.full(int(dimensions.sum()), np.iinfo(np.int64).max)
@@ -284,10 +276,7 @@ def _bound(part: Segment, owner: I64) -> tuple[I64, I64]:
 
 
 def _encode(part: Segment, owner: I64, shard: I64) -> bytes:
-    """Return the document of a segment, with the positions of its tensors and shards among those of the index.
-
-    The digests of the pieces, which come last, are missing.
-    """
+    """Return the document of a segment without digests, with positions of its tensors and shards in the index."""
     document = _Document(
         format=FORMAT,
         version=VERSION,
@@ -304,10 +293,7 @@ def _compress(data: bytes) -> bytes:
 
 
 def _make_shard(data: bytes, *, number: int) -> tuple[bytes, Shards, Pieces]:
-    """Return the bytes before the data of a segment's shard, the shard without a key, and its piece.
-
-    `number` is the index of the shard.
-    """
+    """Return the bytes before the data of a segment's shard, the shard of this index without a key, and its piece."""
     blocks = block_digests(data, size_bytes=block_bytes(len(data)))
     table = blocks if len(blocks) > DIGEST_BYTES else b""
     front = header([HeaderEntry("segment", "uint8", (len(data),), len(data))], table_length=len(table)) + table

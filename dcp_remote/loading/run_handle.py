@@ -192,8 +192,9 @@ class Run:
 
         A shard that several checkpoints name is read once. Objects that no checkpoint names are not looked at, nor are
         headers of shards, which no load needs. A checkpoint that is deleted meanwhile is not damaged. Costs a GET for
-        the catalog and one for each manifest, and a HEAD for each shard; where damage is found, again a GET for the
-        catalog and for each manifest. Holds up to 128 MiB, five manifests, and 8 bytes for each piece.
+        the catalog and one for each manifest and segment, and a HEAD for each shard; where damage is found, again a GET
+        for all of these documents. Holds up to 128 MiB, one manifest, four more without segments, and 8 bytes for each
+        piece.
 
         Args:
             step: Step or name of one checkpoint; None is all that are live, or a checkpoint by itself.

@@ -110,10 +110,10 @@ def copy_checkpoints(
     whole checkpoints alone, and the next call goes on.
 
     Costs two GETs of the source's catalog and one of the destination's; to begin a copy a LIST, a HEAD and a PUT, and
-    to mark abandoned checkpoints a GET and a PUT; for each checkpoint three GETs and two PUTs; for each shard a HEAD, a
-    PUT and a GET per 16 MiB, but the HEAD alone if the nearest checkpoint of the copy has the shard, and none of these
-    if this is the one that was copied just before. Holds four shards (256 MiB, as dcp_remote writes them) and the
-    pieces of two checkpoints.
+    to mark abandoned checkpoints a GET and a PUT; for each checkpoint three GETs, one for each segment of it and of its
+    neighbor, and two PUTs; for each shard a HEAD, a PUT and a GET per 16 MiB, but the HEAD alone if the nearest
+    checkpoint of the copy has the shard, and none of these if this is the one that was copied just before. Holds four
+    shards (256 MiB, as dcp_remote writes them) and the pieces of two checkpoints.
 
     `on_progress` is called after each shard, by several threads in turn.
 

@@ -300,10 +300,7 @@ def decode_entry(
     retry_seconds: float = RANGE_RETRY_SECONDS,
     whole: bool = True,
 ) -> Manifest:
-    """Decode the result of `fetch_entry` on this rank or another; no request, but one GET if the data is damaged.
-
-    If the manifest is to be `whole`, its segments are read as well, if it has any: one GET each.
-    """
+    """Decode the result of `fetch_entry` on any rank; one GET if it is damaged, and one a segment if `whole`."""
     try:
         manifest = _decode_at(store, entry.manifest, data, save_id=entry.save_id)
     except CorruptCheckpointError:
