@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.errors import ConditionFailedError, StorageError
 from dcp_remote.storage.base import Condition, ObjectStore, Version
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.retrying import RetryingStore
 from dcp_remote.storage.wrapper import Request
 
@@ -94,8 +95,13 @@ def require_conditional_writes(
 
 
 def _delete(store: ObjectStore, key: str, deadline: Deadline) -> None:
-    left = Deadline(min(_DELETE_SECONDS, deadline.remaining_seconds()), deadline.clock)
-    for cause in RetryingStore(store, left).delete([key]).values():
+    failed: Mapping[str, StorageError]
+    try:
+        with limit_requests(lambda: min(_DELETE_SECONDS, deadline.remaining_seconds())):
+            failed = store.delete([key])
+    except StorageError as error:
+        failed = {key: error}
+    for cause in failed.values():
         logger.info("The probe object %s/%s was not deleted; delete it at any time. cause=%s", store.url, key, cause)
 
 
