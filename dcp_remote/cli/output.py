@@ -25,15 +25,13 @@ class Output:
             sys.stdout.writelines(f"{escape_unprintable(line)}\n" for line in lines)
             sys.stdout.flush()
 
-    def give(self, document: dict[str, object]) -> None:
-        """Print the document, once and at the end: half a document would be worse than none."""
-        if self.as_json:
-            print(json.dumps(document, indent=2))
+    def give(self, document: dict[str, object], *, in_line: bool = False) -> None:
+        """Print the document, once and at the end: half a document would be worse than none.
 
-    def give_line(self, document: dict[str, object]) -> None:
-        """Print one of several documents at once, on a line of its own, for a command that goes on."""
+        With `in_line`, print one of several documents on a line of its own, for a command that goes on.
+        """
         if self.as_json:
-            print(json.dumps(document), flush=True)
+            print(json.dumps(document, indent=None if in_line else 2), flush=in_line)
 
 
 def format_rows(rows: Sequence[Sequence[str]], *, right: Sequence[bool]) -> Iterator[str]:

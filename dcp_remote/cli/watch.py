@@ -54,7 +54,7 @@ def watch(
     for entry in watch_run(store, after=after, timeout_seconds=timeout_seconds, poll_seconds=poll_seconds):
         line = f"step {entry.step}  {entry.created}  {human_bytes(entry.size_bytes)}  {describe_notes(entry)}"
         out.say(line.rstrip())
-        out.give_line({"url": store.url, **build_entry(entry)})
+        out.give({"url": store.url, **build_entry(entry)}, in_line=True)
         if exec_ is not None and (code := _run(exec_, store.url, entry, as_json=out.as_json)):
             has_failed = True
             complain(f"dcp-remote: the command failed for step {entry.step} with exit code {code}")

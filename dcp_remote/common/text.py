@@ -40,12 +40,8 @@ def human_bytes(size_bytes: int | None) -> str:
     """Return a size with a binary unit: `1.5 GiB` for 1610612736; `?` for one that is not known."""
     if size_bytes is None:
         return "?"
-    size = float(size_bytes)
-    for unit in _UNITS:
-        if size < _STEP or unit == _UNITS[-1]:
-            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= _STEP
-    raise AssertionError("the last unit has no upper limit")
+    exponent = min(max(0, int(size_bytes).bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{size_bytes / _STEP**exponent:.1f} {_UNITS[exponent]}" if exponent else f"{size_bytes} B"
 
 
 def format_count(number: int, noun: str) -> str:
