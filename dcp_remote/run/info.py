@@ -99,14 +99,15 @@ def catalog_of(
 ) -> Catalog | None:
     """Return the catalog of a run; None if there is no run yet.
 
-    One GET; where there is no catalog, also a LIST, and perhaps a request more. A bucket that does not exist, and a run
-    that has lost its catalog, are refused.
+    One GET; where there is no catalog, also a LIST, and perhaps three requests more. A bucket that does not exist, and
+    a run that has lost its catalog, are refused. A catalog that is there after all is read.
     """
     asking = RetryingStore(store, Deadline(retry_seconds, clock))
     catalog = read_catalog(asking)
     if catalog is None:
         require_reachable(store)
-        require_not_lost(asking)
+        if require_not_lost(asking) and (catalog := read_catalog(asking)) is None:
+            raise not_found(asking)
     return catalog
 
 

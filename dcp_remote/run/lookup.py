@@ -28,6 +28,7 @@ from dcp_remote.errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
     StorageError,
+    TransientStorageError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import manifest_json
@@ -457,21 +458,23 @@ def require_reachable(store: ObjectStore) -> None:
         raise error
 
 
-def require_not_lost(store: ObjectStore) -> None:
-    """Refuse a run that has lost its catalog, so that no job begins it anew; called where there is no catalog.
+def require_not_lost(store: ObjectStore) -> bool:
+    """Refuse a run that has lost its catalog, so that no job begins it anew; called where no catalog was found.
 
     There are manifests then (`CorruptCheckpointError`), although the catalog is written first. Costs a LIST; where that
-    finds manifests, also a HEAD, since another job may have begun the run meanwhile.
+    finds manifests, also a HEAD. Returns whether the catalog is there after all: a job began the run meanwhile, or a
+    gateway before the store answered 404.
     """
     try:
         has_begun = any(revision_of(info.key) is not None for info in store.list(MANIFESTS_PREFIX))
     except PermissionDeniedError:
-        return  # without a grant to list there is no way to tell
+        return False  # without a grant to list there is no way to tell
     if has_begun and find_object(store, CATALOG_KEY) is None:
         raise CorruptCheckpointError(
             "This run has manifests, but has lost its catalog.json. `dcp-remote recover` rebuilds it.",
             url=store.url,
         )
+    return has_begun
 
 
 def require_no_checkpoint_by_itself(store: ObjectStore) -> None:
@@ -495,11 +498,15 @@ def not_found(
 ) -> CheckpointNotFoundError:
     """Make the error for a URL with neither a checkpoint nor a run; it names what else lies there.
 
-    A missing bucket, and a run that has lost its catalog, are raised instead. Costs two LISTs of a page each, and
-    perhaps one request more; where nothing lies there, also the LIST of `find_near_runs`.
+    A missing bucket, a run that has lost its catalog, and one whose catalog is there after all are raised instead.
+    Costs two LISTs of a page each, and perhaps one request more; where nothing lies there, also the LIST of
+    `find_near_runs`.
     """
     require_reachable(store)
-    require_not_lost(store)
+    if require_not_lost(store):
+        raise TransientStorageError(
+            "The store said that there is no catalog.json, and then that there is one: try again.", url=store.url
+        )
     found = describe_foreign(store)
     near = find_near_runs(store) if found is None else []
     return CheckpointNotFoundError(
