@@ -30,8 +30,7 @@ from dcp_remote.storage.cloud.diagnosis import (
     send_by_botocore,
 )
 from dcp_remote.storage.cloud.endpoint import create_client
-from dcp_remote.storage.cloud.errors import CloudError, translate
-from dcp_remote.storage.cloud.provider import FAILURES
+from dcp_remote.storage.cloud.errors import FAILURES, CloudError, translate
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.url import ParsedUrl
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from botocore.exceptions import BotoCoreError, ClientError
-
 from dcp_remote.errors import PermissionDeniedError
 from dcp_remote.storage.cloud.endpoint import S3Endpoint
+from dcp_remote.storage.cloud.errors import FAILURES
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials, ReadOnlyCredentials
@@ -73,7 +72,7 @@ class S3Credentials:
         assert source is not None, "obstore gets this object once there are credentials"
         try:
             frozen = source.get_frozen_credentials()
-        except (BotoCoreError, ClientError, OSError, ValueError) as error:
+        except FAILURES as error:
             if source is not self.source:
                 return self()  # replaced meanwhile
             if self.last_given is None:

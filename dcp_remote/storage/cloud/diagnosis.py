@@ -15,11 +15,11 @@ from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStor
 from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, create_client
 from dcp_remote.storage.cloud.errors import (
     ADVICE,
+    FAILURES,
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
     WHAT,
     CloudError,
-    classify_error,
     find_error_code,
     first_match,
     make_s3_bucket_error,
@@ -46,22 +46,23 @@ def diagnose_s3(
 
     Returns:
         An error without the details of a request. None if nothing is found: the bucket answers well, or is as
-        overloaded as before.
+        overloaded as before, or botocore cannot sign.
     """
     operation = "list_objects_v2" if listing else "get_object"
     place = {"Prefix": prefix, "MaxKeys": 1} if listing else {"Key": f"{prefix}/{PROBE_KEY}".lstrip("/")}
     try:
         client = create_client(endpoint.session, options)
         url = client.generate_presigned_url(operation, Params={"Bucket": bucket, **place}, ExpiresIn=60)  # a secret
+    except FAILURES:
+        # `S3Credentials` goes on with its last keys when a renewal fails, and the store says when they have expired.
+        return None
+    try:
         answer = send_by_botocore("GET", url, endpoint)
-        body = answer.content.decode(errors="replace")
     except StorageError as error:
         return error
-    except botocore_exceptions.BotoCoreError as error:
-        error_class = classify_error(error)
-        if error_class is TransientStorageError:
-            return _report_unreachable(endpoint)
-        return error_class("Requests can no longer be signed.", cause=type(error).__name__)
+    except botocore_exceptions.BotoCoreError:
+        return _report_unreachable(endpoint)
+    body = answer.content.decode(errors="replace")
     answered_region = (
         answer.headers.get("x-amz-bucket-region")
         or first_match(r"<Region>([\w-]{1,64})</Region>", body)

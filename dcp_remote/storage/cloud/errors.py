@@ -30,6 +30,17 @@ from dcp_remote.storage.base import Condition
 from dcp_remote.storage.cloud.redaction import redact
 from dcp_remote.storage.local_files import TRANSIENT_ERRNOS
 
+# Exceptions of obstore and botocore, and those of Python that they let through: botocore's from the issuing service.
+FAILURES = (
+    obstore_exceptions.BaseError,
+    botocore_exceptions.BotoCoreError,
+    botocore_exceptions.ClientError,
+    OSError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+)
+
 CloudError: TypeAlias = StorageError | InvalidArgumentError
 ErrorClass: TypeAlias = type[StorageError] | type[InvalidArgumentError]
 
@@ -78,9 +89,13 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     botocore_exceptions.TokenRetrievalError: PermissionDeniedError,
     botocore_exceptions.SSOError: PermissionDeniedError,
     botocore_exceptions.LoginError: PermissionDeniedError,
-    # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them.
+    # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them, unless
+    # its status or code says more.
     botocore_exceptions.ClientError: PermissionDeniedError,
 }
+
+# Codes of STS that a later attempt may not get: many ranks asked at once, or the identity provider did not answer.
+_PASSING_CODES = ("Throttling", "ThrottlingException", "RequestLimitExceeded", "IDPCommunicationError")
 
 # Advice by S3's error code for refused credentials. The codes are part of S3's interface.
 ADVICE = {
@@ -177,7 +192,15 @@ _DUMP = "Debug source:"
 
 
 def classify_error(error: BaseException) -> ErrorClass:
-    """Return this package's class for an error of another library: by class, for plain OSErrors by errno."""
+    """Return this package's class for an error of another library: by class, for plain OSErrors by errno.
+
+    For a ClientError by its status and code.
+    """
+    answer = getattr(error, "response", {}) if isinstance(error, botocore_exceptions.ClientError) else {}
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    is_busy = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS
+    if is_busy or answer.get("Error", {}).get("Code") in _PASSING_CODES:
+        return TransientStorageError
     for base in type(error).__mro__:
         if base is OSError and isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
             return TransientStorageError

@@ -17,6 +17,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage.base import FOREIGN_KEY
 from dcp_remote.storage.cloud.errors import (
+    FAILURES,
     WHAT,
     CloudError,
     classify_error,
@@ -25,7 +26,7 @@ from dcp_remote.storage.cloud.errors import (
     is_slow_down,
     translate,
 )
-from dcp_remote.storage.cloud.provider import FAILURES, Provider
+from dcp_remote.storage.cloud.provider import Provider
 from dcp_remote.storage.request_context import remaining_seconds
 
 if TYPE_CHECKING:

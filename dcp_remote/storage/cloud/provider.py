@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
-from botocore.exceptions import BotoCoreError, ClientError
-from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_remote.errors import BucketNotFoundError
@@ -26,9 +24,6 @@ Client: TypeAlias = S3Store | GCSStore | AzureStore
 
 # One attempt per call: `RetryingStore`, which knows the deadline, retries.
 NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
-
-# Exceptions of obstore and botocore, and those of Python that obstore lets through.
-FAILURES = (BaseError, BotoCoreError, ClientError, OSError, ValueError)
 
 
 class Provider(ABC):

@@ -39,10 +39,16 @@ from dcp_remote.storage.base import (
 from dcp_remote.storage.cloud.azure import Azure
 from dcp_remote.storage.cloud.bucket import Bucket
 from dcp_remote.storage.cloud.direct_reads import Outcome
-from dcp_remote.storage.cloud.errors import SHORT_OBJECT_CODE, find_error_code, is_web_page, make_web_page_error
+from dcp_remote.storage.cloud.errors import (
+    FAILURES,
+    SHORT_OBJECT_CODE,
+    find_error_code,
+    is_web_page,
+    make_web_page_error,
+)
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
 from dcp_remote.storage.cloud.google import GoogleCloud
-from dcp_remote.storage.cloud.provider import FAILURES, Provider
+from dcp_remote.storage.cloud.provider import Provider
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server

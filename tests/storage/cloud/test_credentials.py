@@ -30,14 +30,35 @@ from tests.support.scripted_server import HttpAnswer, HttpRequest, ScriptedServe
 DATA = bytes(range(256))
 
 
+class TokenService:
+    """Fake STS, which gives KEY1 for five minutes, or refuses with a status and code."""
+
+    def __init__(self, status: int = 200, code: str = "") -> None:
+        self.status, self.code = status, code
+
+    def __call__(self, _request: HttpRequest) -> HttpAnswer:
+        if self.status != 200:
+            return HttpAnswer(self.status, f"<ErrorResponse>{error_body(self.code).decode()}</ErrorResponse>".encode())
+        expires = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        keys = "<AccessKeyId>KEY1</AccessKeyId><SecretAccessKey>SECRET</SecretAccessKey>"
+        result = (
+            f"<Credentials>{keys}<SessionToken>TOKEN1</SessionToken><Expiration>{expires}</Expiration></Credentials>"
+        )
+        name = "AssumeRoleWithWebIdentity"
+        return HttpAnswer(200, f"<{name}Response><{name}Result>{result}</{name}Result></{name}Response>".encode())
+
+
 class Bucket:
     """Fake bucket that accepts requests signed with the currently valid access key and token."""
 
     def __init__(self, *, status: int = 403, code: str = "ExpiredToken") -> None:
         self.good = 1
+        self.is_busy = False
         self._refusal = HttpAnswer(status, error_body(code))
 
     def __call__(self, request: HttpRequest) -> HttpAnswer:
+        if self.is_busy:
+            return HttpAnswer(503, error_body("ServiceUnavailable"))
         if get_keys(request) != (f"KEY{self.good}", f"TOKEN{self.good}"):
             return self._refusal
         if request.method == "PUT":
@@ -66,12 +87,12 @@ class Role:
         self.number = 1
         self.fails = False
         self.is_new_each_time = False
-        self._minutes = minutes
+        self.minutes = minutes
 
     def __call__(self, _request: HttpRequest) -> HttpAnswer:
         if self.fails:
             return HttpAnswer(500)
-        expires = datetime.now(UTC) + timedelta(minutes=self._minutes)
+        expires = datetime.now(UTC) + timedelta(minutes=self.minutes)
         keys = {"AccessKeyId": f"KEY{self.number}", "SecretAccessKey": "SECRET", "Token": f"TOKEN{self.number}"}
         self.number += self.is_new_each_time
         return HttpAnswer(200, dumps({**keys, "Expiration": expires.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode())
@@ -254,6 +275,72 @@ def test_a_credentials_service_that_fails_for_a_while(monkeypatch: pytest.Monkey
         assert again["access_key_id"] == "KEY1"
         assert again["expires_at"] is not None
         assert again["expires_at"] - datetime.now(UTC) < timedelta(minutes=6)
-        role.fails, role.number = False, 2
+        role.fails, role.number, role.minutes = False, 2, -5
+        assert credentials()["access_key_id"] == "KEY1"  # what the service gives has expired
+        role.minutes = 5
         assert credentials()["access_key_id"] == "KEY2"
         assert credentials.secrets == ("KEY1", "SECRET", "TOKEN1", "KEY2", "SECRET", "TOKEN2")
+
+
+def use_web_identity(monkeypatch: pytest.MonkeyPatch, folder: Path, server: ScriptedServer) -> Path:
+    """Configure a role for a token in a file, whose STS is the server; return the file."""
+    token = folder / "token"
+    token.write_text("token")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/training")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", server.endpoint_url)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    return token
+
+
+@pytest.mark.parametrize("failure", ["agent", "refusal", "token"])
+@pytest.mark.parametrize("verb", ["put", "swap", "list"])
+def test_a_failed_renewal_is_no_cause(verb: str, failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Answer 503 while credentials cannot be renewed: a later attempt may pass, until the last ones are refused."""
+    monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
+    role, service, bucket = Role(minutes=5), TokenService(), Bucket()
+    with scripted_server(role) as container, scripted_server(service) as sts, scripted_server(bucket) as server:
+        if failure == "agent":
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{container.endpoint_url}/keys")
+        else:
+            token = use_web_identity(monkeypatch, tmp_path, sts)
+        store = open_at(server)
+        VERBS[verb](store)
+        if failure == "agent":
+            role.fails = True
+        elif failure == "refusal":
+            service.status, service.code = 403, "AccessDenied"
+        else:
+            token.unlink()
+        bucket.is_busy = True
+        with pytest.raises(TransientStorageError):
+            VERBS[verb](store)
+        bucket.is_busy, bucket.good = False, 2
+        with pytest.raises(PermissionDeniedError, match=r"have expired.*No other credentials were found"):
+            VERBS[verb](store)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "Throttling", TransientStorageError),
+        (400, "IDPCommunicationError", TransientStorageError),
+        (503, "ServiceUnavailable", TransientStorageError),
+        (429, "", TransientStorageError),
+        (403, "AccessDenied", PermissionDeniedError),
+    ],
+)
+def test_a_busy_token_service(
+    status: int, code: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Let STS put off the first request, or refuse it: only a refusal is final. The next attempt passes."""
+    service = TokenService(status, code)
+    with scripted_server(service) as sts, scripted_server(Bucket()) as server:
+        use_web_identity(monkeypatch, tmp_path, sts)
+        store = open_at(server)
+        with pytest.raises(kind, match="cannot be renewed") as info:
+            store.put("key", [b"x"])
+        assert type(info.value) is kind
+        assert server.requests == []
+        service.status = 200
+        store.put("key", [b"x"])
