@@ -144,6 +144,7 @@ _FULL = (
     "The store is full, or a quota of it is used up: delete older checkpoints, run `dcp-remote gc`, or have the quota "
     "raised."
 )
+_NO_KEY = "The KMS key of the bucket or object is disabled, being deleted or unknown: enable it, or name another one."
 _NOT_UNDERSTOOD = (
     "The store refuses a request that every S3 store should understand. If it does not know the newer checksums, give "
     "storage_options['checksum_algorithm'] = 'SHA256' or 'none', or s3fs "
@@ -159,6 +160,9 @@ _FINAL = {
     "XRustfsQuotaExceeded": _FULL,
     "EntityTooLarge": "The store takes no object of this size in one request.",
     "InvalidObjectState": "The object was moved to an archive by a lifecycle rule of the bucket: restore it first.",
+    "KMS.DisabledException": _NO_KEY,
+    "KMS.KMSInvalidStateException": _NO_KEY,
+    "KMS.NotFoundException": _NO_KEY,
     "InvalidArgument": _NOT_UNDERSTOOD,
     "InvalidRequest": _NOT_UNDERSTOOD,
     "MethodNotAllowed": _NOT_UNDERSTOOD,
@@ -291,7 +295,7 @@ def _details(**details: str) -> dict[str, str]:
 
 def find_error_code(text: str) -> str | None:
     """Return the error code of the store's answer that a text quotes; None if it quotes none."""
-    return first_match(r"<Code>(\w{1,64})</Code>", text)
+    return first_match(r"<Code>([\w.]{1,64})</Code>", text)
 
 
 def is_slow_down(error: Exception) -> bool:

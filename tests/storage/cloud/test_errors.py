@@ -160,6 +160,9 @@ REFUSALS: list[tuple[int, str, str, type[DcpRemoteError], str]] = [
     (400, "XMinioAdminBucketQuotaExceeded", "put get get_into", StorageError, "is full"),
     (413, "EntityTooLarge", "put get get_into", StorageError, "no object of this size"),
     (403, "InvalidObjectState", "put get get_into", StorageError, "an archive"),
+    (400, "KMS.DisabledException", "put get get_into create", StorageError, "KMS key"),
+    (400, "KMS.KMSInvalidStateException", "put get get_into", StorageError, "KMS key"),
+    (400, "KMS.NotFoundException", "put get get_into", StorageError, "KMS key"),
     (400, "InvalidRequest", "put get get_into", StorageError, "'checksum_algorithm'"),
     # The put was not carried out, so that it is final also under a condition.
     (501, "NotImplemented", "put get get_into create", StorageError, "'checksum_algorithm'"),
