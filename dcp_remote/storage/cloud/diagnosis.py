@@ -12,7 +12,7 @@ from botocore.httpsession import URLLib3Session
 from botocore.utils import get_environ_proxies
 
 from dcp_remote.errors import PermissionDeniedError, StorageError, TransientStorageError
-from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, create_client
+from dcp_remote.storage.cloud.endpoint import SIGNED_FOR, S3Endpoint, S3Options, create_client
 from dcp_remote.storage.cloud.errors import (
     ADVICE,
     FAILURES,
@@ -52,7 +52,10 @@ def diagnose_s3(
     place = {"Prefix": prefix, "MaxKeys": 1} if listing else {"Key": f"{prefix}/{PROBE_KEY}".lstrip("/")}
     try:
         client = create_client(endpoint.session, options)
-        url = client.generate_presigned_url(operation, Params={"Bucket": bucket, **place}, ExpiresIn=60)  # a secret
+        seconds = int(SIGNED_FOR.total_seconds())
+        url = client.generate_presigned_url(
+            operation, Params={"Bucket": bucket, **place}, ExpiresIn=seconds
+        )  # a secret
     except FAILURES:
         # `S3Credentials` goes on with its last keys when a renewal fails, and the store says when they have expired.
         return None

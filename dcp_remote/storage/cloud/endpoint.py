@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -25,6 +26,11 @@ from dcp_remote.storage.options import CloudOptions, check_endpoint, find_enviro
 
 # Shared by all sessions of the process, since a loader keeps the models that it has read.
 _get_models = functools.cache(create_loader)
+
+
+# Validity of a signed URL, which is used at once. S3 takes requests of a clock that is 15 minutes slow, and counts from
+# the time of that clock.
+SIGNED_FOR = timedelta(minutes=20)
 
 
 @dataclass(frozen=True, slots=True)

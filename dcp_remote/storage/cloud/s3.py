@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from dcp_remote.errors import BucketNotFoundError, InvalidArgumentError, Transie
 from dcp_remote.storage.base import Version
 from dcp_remote.storage.cloud.credentials import find_credentials
 from dcp_remote.storage.cloud.diagnosis import diagnose_s3
-from dcp_remote.storage.cloud.endpoint import S3Endpoint, S3Options, resolve_s3
+from dcp_remote.storage.cloud.endpoint import SIGNED_FOR, S3Endpoint, S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import CloudError, make_s3_bucket_error
 from dcp_remote.storage.cloud.provider import NO_RETRIES, Client, Provider
 
@@ -40,9 +39,6 @@ _REUSE_SECONDS = 30.0
 # Time for which a cause that a retry does not cure is reused: long enough for threads that failed together, and not for
 # a user's fix.
 _REUSE_LASTING_SECONDS = 2.0
-
-# Validity of a signed URL, which is used at once.
-_SIGNED_FOR = timedelta(minutes=10)
 
 
 class S3(Provider):
@@ -140,7 +136,7 @@ class S3(Provider):
         assert isinstance(client, S3Store)
         if not self.options.direct_reads or self.options.anon or self.endpoint().has_proxy:
             return None
-        return obstore.sign(client, "GET", path, _SIGNED_FOR)
+        return obstore.sign(client, "GET", path, SIGNED_FOR)
 
     def renew_credentials(self, refused: ReadOnlyCredentials | None) -> bool:
         """Implement `Provider.renew_credentials`, once for all requests that were signed with the refused ones.

@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 import botocore.exceptions
 import obstore.exceptions
@@ -329,6 +330,28 @@ def test_a_region_in_the_body_of_an_error(verb: str) -> None:
     assert type(error) is StorageError
     assert "storage_options['region_name']" in str(error)
     assert (error.details["bucket_region"], error.details["used_region"]) == ("eu-central-1", "us-east-1")
+
+
+def test_a_clock_that_is_slow() -> None:
+    """Fail listings and reads at a server whose clock is 14 minutes ahead: no signed URL has expired by that clock."""
+    expired: list[str] = []
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        query = parse_qs(urlsplit(request.path).query)
+        if "X-Amz-Expires" in query:
+            signed = datetime.strptime(query["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+            expires = signed + timedelta(seconds=int(query["X-Amz-Expires"][0]))
+            if expires < datetime.now(UTC) + timedelta(minutes=14):
+                expired.append(request.path)
+                return HttpAnswer(403, error_body("AccessDenied"))
+        return HttpAnswer(500)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for verb in ("list", "get_into"):
+            assert type(catch_error(store, verb)) is TransientStorageError
+        assert sum("X-Amz-Expires" in request.path for request in server.requests) >= 2
+    assert expired == []
 
 
 def test_a_diagnosis_does_not_settle_a_conditional_put() -> None:
