@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 # S3 allows 1,000 keys per DeleteObjects request.
 KEYS_PER_DELETE = 1000
 
+# S3's codes for what is wrong with credentials or clock for now; none says that a grant to delete is missing.
+_PASSING_CODES = ("ExpiredToken", "TokenRefreshRequired", "RequestTimeTooSkewed", "InvalidToken", "InvalidAccessKeyId")
+
 # Pause between two requests: no caller waits for a deletion, and so the rate stays far below any limit of a store.
 PAUSE_SECONDS = 0.5
 
@@ -87,12 +90,12 @@ class DeletionQueue:
             failed.update(answer)
             removed += len(keys) - len(answer)
             self._has_removed |= len(answer) < len(keys)
-            for_now = {key for key, error in answer.items() if isinstance(error, TransientStorageError)}
+            for_now = {key for key, error in answer.items() if _may_pass(error)}
             for key in keys:
                 if key not in for_now:
                     del self._keys[key]
             # Once any object was removed, a refusal concerns held objects (object lock), and not the permission.
-            is_denied = all(isinstance(error, PermissionDeniedError) for error in answer.values())
+            is_denied = not for_now and all(isinstance(error, PermissionDeniedError) for error in answer.values())
             if not self._has_removed and len(answer) == len(keys) and is_denied:
                 self._leave_to_gc(next(iter(answer.values())))
             if for_now:
@@ -121,3 +124,7 @@ class DeletionQueue:
     def _give_up(self) -> None:
         self._given_up += len(self._keys)
         self._keys.clear()
+
+
+def _may_pass(error: StorageError) -> bool:
+    return isinstance(error, TransientStorageError) or error.details.get("code") in _PASSING_CODES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -138,3 +138,29 @@ def test_gc_that_has_no_time_left_says_what_it_left() -> None:
     assert store.asked == []
     assert removal.removed == ()
     assert list(removal.failed) == ["a", "b"]
+
+
+class ExpiringStore(WrappedStore):
+    """Store that refuses the first deletion for its credentials."""
+
+    def __init__(self, store: ObjectStore, code: str) -> None:
+        super().__init__(store)
+        self.codes = [code]
+
+    def delete(self, keys: Sequence[str]) -> Mapping[str, StorageError]:
+        if self.codes:
+            error = PermissionDeniedError("An injected refusal.", code=self.codes.pop())
+            return dict.fromkeys(keys, error)
+        return super().delete(keys)
+
+
+@pytest.mark.parametrize(
+    "code", ["ExpiredToken", "TokenRefreshRequired", "RequestTimeTooSkewed", "InvalidToken", "InvalidAccessKeyId"]
+)
+def test_refused_credentials_are_no_lack_of_permission(code: str) -> None:
+    """Refuse the credentials of the first batch: its objects stay in the queue, and the next call deletes all."""
+    pending = DeletionQueue(ExpiringStore(MemoryStore(), code))
+    pending.add(["a", "b", "c"])
+    first = pending.delete(deadline=Deadline(PATIENCE_SECONDS), batch=2, pause_seconds=0)
+    assert (first.removed, len(first.failed), first.left, first.given_up) == (0, 2, 3, 0)
+    assert pending.delete(deadline=Deadline(PATIENCE_SECONDS), batch=2, pause_seconds=0).removed == 3
