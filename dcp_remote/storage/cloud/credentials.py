@@ -26,6 +26,10 @@ _VALID_SECONDS = 600.0
 # Pause after a failed renewal, because each attempt of botocore takes some seconds.
 _FAILED_SECONDS = 30.0
 
+# Fewest attempts and seconds for an answer of the instance: by default botocore asks once, for a second, and takes a
+# late answer for none. A host without any credentials, where nothing answers, says so after 12 seconds.
+_INSTANCE = {"metadata_service_num_attempts": 3, "metadata_service_timeout": 2}
+
 
 class S3Credentials:
     """Credentials of a botocore session for obstore, which calls this object in a thread to get fresh ones.
@@ -102,7 +106,10 @@ def find_credentials(endpoint: S3Endpoint, bucket: str) -> Credentials:
         PermissionDeniedError: There are none.
         botocore.exceptions.BotoCoreError: A file cannot be read, or the service that issues credentials failed.
     """
-    credentials = endpoint.session.get_credentials()
+    session = endpoint.session
+    for name, least in _INSTANCE.items():
+        session.set_config_variable(name, max(least, session.get_config_variable(name)))
+    credentials = session.get_credentials()
     if credentials is None:
         raise PermissionDeniedError(
             "No credentials were found. Give aws_access_key_id and aws_secret_access_key, or profile_name, in "

@@ -344,3 +344,28 @@ def test_a_busy_token_service(
         assert server.requests == []
         service.status = 200
         store.put("key", [b"x"])
+
+
+@pytest.mark.parametrize(("given", "attempts"), [("1", 3), ("5", 5)])
+def test_an_instance_that_answers_late(given: str, attempts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail all but the last attempt to ask the instance: its credentials are found. A user may give more."""
+    failures = attempts - 1
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        nonlocal failures
+        if request.method == "PUT":
+            return HttpAnswer(200, b"token")
+        if failures:
+            failures -= 1
+            return HttpAnswer(500)
+        if request.path.endswith("/security-credentials/"):
+            return HttpAnswer(200, b"role")
+        keys = {"Code": "Success", "AccessKeyId": "KEY1", "SecretAccessKey": "SECRET", "Token": "TOKEN1"}
+        return HttpAnswer(200, dumps({**keys, "Expiration": "2100-01-01T00:00:00Z"}).encode())
+
+    with scripted_server(answer) as instance, scripted_server(Bucket()) as server:
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", instance.endpoint_url)
+        monkeypatch.setenv("AWS_METADATA_SERVICE_NUM_ATTEMPTS", given)
+        open_at(server).put("key", [b"x"])
+        assert len(instance.requests) == 1 + attempts + 1
