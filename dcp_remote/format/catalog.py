@@ -121,11 +121,21 @@ def require_owner(catalog: Catalog, owner: Owner | None, *, url: str | None = No
         )
 
 
-def take_fence(catalog: Catalog, holder: str = "") -> Catalog:
+def take_fence(catalog: Catalog, holder: str = "", *, seen: Owner | None = None) -> Catalog:
     """Hand the run to a new job: earlier jobs cannot commit any more. Live checkpoints stay as they are.
 
-    The holder is a description of the new job, for messages.
+    The holder is a description of the new job, for messages; `seen` is the owner of the run when the new job restored
+    its checkpoint. If another job has saved since, the new job is refused: it would abandon what that one saved.
     """
+    counted = [entry for entry in catalog.entries if not entry.abandoned]
+    if seen is not None and any(catalog.run_id != seen.run_id or entry.token > seen.token for entry in counted):
+        raise FencedError(
+            "Another job has saved into this run since this job restored its checkpoint; nothing was changed. Stop "
+            "this job. If the other one is the wrong one, end it, and start this job again from the newest checkpoint.",
+            token=seen.token,
+            newest=catalog.token,
+            holder=catalog.holder or None,
+        )
     return replace(catalog, revision=catalog.revision + 1, token=catalog.token + 1, holder=holder)
 
 

@@ -376,7 +376,7 @@ class CheckpointManager:
                 one name. Of objects that differ, one rank's is saved; a warning names them once.
             CheckpointExistsError: The run has a checkpoint of this step, see `exist_ok`; or checkpoints that this job
                 does not go on from: call `restore` first, or pass `resumed_from` or `start_over`.
-            FencedError: A newer job owns the run. Stop this job.
+            FencedError: A newer job owns the run, or another one has saved since this one restored. Stop this job.
             BucketNotFoundError: There is no such bucket; nothing was uploaded.
             CommitConflictError: Another save of this step was committed meanwhile.
             CommitUnknownError: The store did not say by the deadline whether the commit was carried out.
@@ -586,7 +586,7 @@ class CheckpointManager:
             self._telemetry.note_restored(restored.report.created)
             if self._coordinator is not None:
                 # Another session: a stuck thread may still use this one.
-                self._coordinator.job = self._coordinator.job.after(self._last_step)
+                self._coordinator.job = self._coordinator.job.after(self._last_step, restored.owner)
             if self._schedule is not None:
                 self._schedule.note_saved(self._last_step)
         return restored.report.step

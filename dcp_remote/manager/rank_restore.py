@@ -22,7 +22,7 @@ from dcp_remote.common.units import KiB, MiB
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, StateMismatchError
-from dcp_remote.format.catalog import Entry
+from dcp_remote.format.catalog import Entry, Owner
 from dcp_remote.format.manifest import Manifest
 from dcp_remote.format.segments import find_segments
 from dcp_remote.loading.dcp_metadata import SourceMeta, to_dcp_metadata
@@ -106,6 +106,7 @@ class _Chosen:
     """Checkpoint to restore, with its manifest as stored; None if each rank reads that from the store."""
 
     entry: Entry
+    owner: Owner  # of the run, when its catalog was read
     manifest: bytes | None
     early_reads_in_vain: int
     latency_seconds: float  # latency of the store, measured by the coordinator; 0 if it measures none
@@ -152,6 +153,7 @@ class Restored(NamedTuple):
     """Result of a restore."""
 
     report: LoadReport
+    owner: Owner  # of the run, when the checkpoint was chosen
     # Save and manifest key of the checkpoint, and what its manifest says, for the next save. None if values of the
     # state or of the checkpoint were left out: the next save may then write what is in segments that were not read.
     baseline: tuple[tuple[str, str], Baseline] | None
@@ -196,7 +198,7 @@ class RankRestore:
                 )
                 if chosen is None:
                     return None
-                entry, latency_seconds = chosen.entry, chosen.latency_seconds
+                entry, owner, latency_seconds = chosen.entry, chosen.owner, chosen.latency_seconds
                 runs_foreign_code = chosen.runs_foreign_code
                 in_vain = chosen.early_reads_in_vain if self.ranks.is_coordinator else 0
                 collective.set_activity(f"planning the restore of step {entry.step}")
@@ -253,7 +255,7 @@ class RankRestore:
             created=entry.created,
         )
         self.progress.close(str(report) if self.ranks.is_coordinator else None)
-        return Restored(report, baseline)
+        return Restored(report, owner, baseline)
 
     # ---- which checkpoint
 
@@ -299,6 +301,7 @@ class RankRestore:
         sent = data if len(data) * len(asked) <= _MANIFESTS_BYTES_MAX else None
         return _Chosen(
             entry,
+            Owner(catalog.run_id, catalog.token),
             sent,
             int(expected.was_wrong),
             store.latency_seconds,

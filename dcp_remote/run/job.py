@@ -204,7 +204,7 @@ class JobSession:
     """Saves of one job into a run; on the coordinator, for one thread at a time.
 
     A job takes the fence with its first save, and again after it went back to an older checkpoint: from then on no
-    earlier job commits.
+    earlier job commits. If another job has saved since this one restored its checkpoint, this one is fenced.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -212,21 +212,24 @@ class JobSession:
         self._store = store
         self.owner: Owner | None = None  # this job, by whose token it outranks earlier ones; None before its first save
         self._resumed_from: int | None = None
+        self._seen: Owner | None = None
         self._has_open_attempt = False
         self._fence_error: FencedError | None = None
 
-    def resume_from(self, step: int | None) -> None:
+    def resume_from(self, step: int | None, seen: Owner | None = None) -> None:
         """Set the checkpoint that the state was restored from; -1: none, on purpose; None: there was none.
+
+        `seen` is the owner of the run when the checkpoint was restored; None if that is not known.
 
         The next save takes the fence anew, and abandons newer checkpoints. A job that was fenced stays fenced, or the
         two jobs would fence each other in turn.
         """
-        self._resumed_from, self.owner = step, None
+        self._resumed_from, self.owner, self._seen = step, None, seen
 
-    def after(self, step: int) -> JobSession:
+    def after(self, step: int, seen: Owner) -> JobSession:
         """Make a session of this job, resumed from a checkpoint, that a thread stuck in this session cannot change."""
         job = JobSession(self._store)
-        job.resume_from(step)
+        job.resume_from(step, seen)
         job._fence_error = self._fence_error
         return job
 
@@ -431,7 +434,7 @@ class JobSession:
                 "way",
                 start_over="CheckpointManager(…, start_over=True) begins anew",
             )
-        return take_fence(catalog, describe_process())
+        return take_fence(catalog, describe_process(), seen=self._seen)
 
     def _refresh(self, catalog: Catalog) -> Catalog:
         require_owner(catalog, self.owner, url=self._store.url)

@@ -531,6 +531,26 @@ def test_a_zombie() -> None:
     assert CheckpointManager(store).run.steps() == [1, 2]
 
 
+def test_a_job_that_hung_before_its_first_save() -> None:
+    """Two jobs restore one checkpoint, and one has saved: the other is refused, also after a look at the run."""
+    store = MemoryStore()
+    saved(store, 10)
+    with CheckpointManager(store) as hung, CheckpointManager(store) as new:
+        assert hung.restore(state_of(0)) == new.restore(state_of(0)) == 10
+        new.save(20, state_of(20), wait=True)
+        hung.restore(state_of(0), go_on=False)
+        with pytest.raises(FencedError, match="since this job restored"):
+            hung.save(11, state_of(11), wait=True)
+        new.save(30, state_of(30), wait=True)
+    with CheckpointManager(store) as back:
+        back.restore(state_of(0))
+        back.restore(state_of(0), 20)
+        back.save(21, state_of(21), wait=True)
+        back.restore(state_of(0), 10)
+        back.save(11, state_of(11), wait=True)
+        assert [entry.step for entry in back.run.checkpoints() if not entry.abandoned] == [10, 11]
+
+
 def test_the_generators_of_a_training_are_its_own() -> None:
     """Every third request fails and is retried after a random pause; the training's random generators are not used.
 

@@ -20,7 +20,7 @@ from dcp_remote.errors import (
     FencedError,
     SaveTimeoutError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Entry, pin_entry, retire_entries
+from dcp_remote.format.catalog import CATALOG_KEY, Entry, Owner, pin_entry, retire_entries
 from dcp_remote.format.keys import MANIFESTS_PREFIX
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
@@ -55,10 +55,10 @@ def pin(store: MemoryStore, step: int) -> None:
     swapped(store, lambda now: pin_entry(now, step, pin=True))
 
 
-def went_back(store: MemoryStore, step: int) -> JobSession:
-    """Return a job that goes on from a step."""
+def went_back(store: MemoryStore, step: int, seen: Owner | None = None) -> JobSession:
+    """Return a job that goes on from a step, which it restored while the run had this owner."""
     job = JobSession(store)
-    job.resume_from(step)
+    job.resume_from(step, seen)
     return job
 
 
@@ -167,6 +167,54 @@ def test_an_old_fence_that_is_answered_late_leaves_the_job_its_newer_one() -> No
 
 
 # ---- who took the fence
+
+
+def owner_of(store: MemoryStore) -> Owner:
+    catalog = stored(store)
+    assert catalog is not None
+    return Owner(catalog.run_id, catalog.token)
+
+
+def test_a_job_that_hung_between_its_restore_and_its_first_save() -> None:
+    """Its successor has saved meanwhile: the job that hung is fenced, and the successor goes on saving."""
+    store = a_run()
+    hung, successor = (went_back(store, 200, owner_of(store)) for _ in range(2))
+    save(successor, 300)
+    before = stored(store)
+    for _ in range(2):
+        with pytest.raises(FencedError, match=r"saved into this run since this job restored.* token=1 newest=2"):
+            begin(hung, 250)
+    assert stored(store) == before
+    save(successor, 400)
+    assert list(live(store)) == [100, 200, 300, 400]
+    with pytest.raises(FencedError):
+        begin(hung.after(400, owner_of(store)), 500)
+
+
+def test_whom_a_restored_job_outranks() -> None:
+    """A job that saves after the restore by an earlier fence, or took the fence and saved nothing, or was abandoned."""
+    store = a_run()
+    older = went_back(store, 200, owner_of(store))
+    save(older, 300)
+    job = went_back(store, 200, owner_of(store))
+    save(older, 400)
+    begin(went_back(store, 300), 500)
+    save(job, 250)
+    catalog = stored(store)
+    assert catalog is not None
+    assert [entry.step for entry in catalog.entries if entry.abandoned] == [300, 400]
+    late = went_back(store, 100, owner_of(store))
+    save(went_back(store, 250), 600)
+    swapped(store, lambda now: replace(now, entries=tuple(replace(one, abandoned=True) for one in now.entries)))
+    save(late, 700)
+
+
+def test_a_run_of_the_same_url_is_another_one() -> None:
+    """The run was deleted and begun anew since the restore: its tokens are lower; the job is fenced all the same."""
+    store = a_run()
+    job = went_back(store, 200, replace(owner_of(store), run_id="0" * 32))
+    with pytest.raises(FencedError, match="since this job restored"):
+        begin(job, 300)
 
 
 def test_a_fenced_job_is_told_who_took_the_fence() -> None:

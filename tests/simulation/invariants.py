@@ -47,6 +47,7 @@ class Save:
     step: int
     before: str | None  # save_id that the job saw at this step, and was told to replace; None for none
     abandons: int | None  # step that this job resumed from, until its first commit; None after that
+    seen: int | None  # token of the run when this job restored its checkpoint; None if it restored none
     names: tuple[str, ...]
     metrics: tuple[tuple[str, float], ...]  # names and values
     began: int  # revision of the catalog that the job saw
@@ -430,6 +431,8 @@ class Run:
         owner = self._owners.get(old.token)
         _require(owner == save.job, f"a job that was fenced committed; the fence is {owner}'s: {told}")
         _require(new.floor == old.floor, told)
+        since = [one for one in old.entries if save.seen is not None and save.seen < one.token < old.token]
+        _require(all(one.abandoned for one in since), f"a job took over what was saved since it restored: {told}")
         entry = new.entry_at(save.step)
         _require(entry is not None and entry.save_id == save.save_id, told)
         assert entry is not None

@@ -275,6 +275,8 @@ class Trainer:
         self.step = 0
         # The step that each commit names until one succeeds, as in `JobSession`.
         self.abandons: int | None = None
+        # Owner of the run when the job restored its checkpoint; None if it restored none.
+        self.seen: Owner | None = None
         # Job as which the last save began; kept although the job was fenced since, as by `RankSaver`.
         self.owner: Owner | None = None
 
@@ -293,10 +295,10 @@ class Trainer:
             self.step = 0
             self.abandons = -1
         else:
-            self.abandons = self.step
+            self.abandons, self.seen = self.step, Owner(catalog.run_id, catalog.token)
             if actor.rng.random() < 0.3:
                 loaded(actor, self.run, self.step)
-        self.job.resume_from(self.abandons)
+        self.job.resume_from(self.abandons, self.seen)
 
     def train(self) -> None:
         """Save repeatedly."""
@@ -397,6 +399,7 @@ class Trainer:
             step=note.step,
             before=begun.before if note.overwrite else None,
             abandons=self.abandons,
+            seen=self.seen.token if self.seen is not None else None,
             names=note.names,
             metrics=note.metrics,
             began=begun.run.revision,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from dcp_remote.format import catalog as rules
-from dcp_remote.format.catalog import Attempt, Catalog, Entry
+from dcp_remote.format.catalog import Attempt, Catalog, Entry, Owner
 
 
 def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
@@ -14,6 +14,11 @@ def no_token(catalog: Catalog, attempt: Attempt) -> Catalog | None:
     ours = replace(attempt, entry=replace(attempt.entry, token=catalog.token))
     after = rules.add_entry(catalog, ours)
     return after and replace(after, entries=tuple(attempt.entry if one == ours.entry else one for one in after.entries))
+
+
+def no_look_at_who_saved_since(catalog: Catalog, holder: str = "", *, seen: Owner | None = None) -> Catalog:
+    """Let a job take the fence although another one has saved since it restored its checkpoint."""
+    return rules.take_fence(catalog, holder)
 
 
 def no_floor_for_saves(catalog: Catalog, attempt: Attempt) -> Catalog | None:

@@ -40,6 +40,7 @@ from tests.simulation.rules_left_out import (
     no_look_at_the_lending_manifest,
     no_look_at_the_pin,
     no_look_at_what_is_reused,
+    no_look_at_who_saved_since,
     no_moving_of_names,
     no_token,
 )
@@ -232,6 +233,7 @@ def no_second_look(store: ObjectStore, entry: Entry, *, retry_seconds: float, re
 
 LEFT_OUT: dict[str, tuple[str, object]] = {
     "the token": ("dcp_remote.run.job.add_entry", no_token),
+    "looking at who saved since": ("dcp_remote.run.job.take_fence", no_look_at_who_saved_since),
     "the floor, of saves": ("dcp_remote.run.job.add_entry", no_floor_for_saves),
     "the floor, of thinning": ("dcp_remote.run.deletions.thin_entry", no_floor_for_thinning),
     "raising the floor, of retiring": ("dcp_remote.run.deletions.retire_entries", no_floor_by_retiring),
