@@ -84,6 +84,9 @@ def rm(
     out.say(f"{store.url}: {format_count(len(entries), 'checkpoint')} of {len(catalog.entries)}")
     out.say(*format_table(entries))
     out.say(*(f"kept: step {entry.step}, which is {why}" for entry, why in kept.items()))
+    left = [entry for entry in catalog.entries if entry not in entries]
+    if left and all(entry.abandoned for entry in left):
+        out.say("what stays is abandoned: no job begins until one of these is restored by its step, or all are removed")
     usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS))
     decision = Decision(tuple(entry.step for entry in entries), thin=())
 

@@ -513,7 +513,8 @@ class CheckpointManager:
             CheckpointNotFoundError: The run has no checkpoint of this step or name; or none, with `must_exist`.
             BucketNotFoundError: There is no such bucket, also without `must_exist`.
             CheckpointGoneError: The checkpoint was deleted while it was being read; the error names newer ones.
-            CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL.
+            CheckpointExistsError: A checkpoint by itself, and no run, lies at this URL; or `step` is None, and all
+                checkpoints of the run are abandoned.
             CorruptCheckpointError: Bytes differ from those that were written: restore an older step.
             UnsafeObjectError: An object needs code to load.
             StorageError: The store failed for five minutes.

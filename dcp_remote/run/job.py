@@ -422,11 +422,11 @@ class JobSession:
 
     def _take_fence(self, catalog: Catalog) -> Catalog:
         newest = catalog.latest()
-        if newest is not None and self._resumed_from is None:
+        if catalog.entries and self._resumed_from is None:
             raise CheckpointExistsError(
                 "The run has checkpoints, and this job was restored from none of them: a save would abandon them.",
                 url=self._store.url,
-                newest=newest.step,
+                newest=newest.step if newest is not None else None,
                 holder=catalog.holder or None,
             ).advise(
                 restore="restore() before the first save goes on from the newest",

@@ -561,7 +561,8 @@ def find_newest(
     """Return the newest checkpoint of a run (`catalog`: None if there is none).
 
     Without a checkpoint, return None and log a warning with what else lies at the URL; with `must_exist`, raise
-    `CheckpointNotFoundError`. Without a catalog, this costs a LIST of a page, or two; with `must_exist`, what
+    `CheckpointNotFoundError`. Refuse (`CheckpointExistsError`) to start from nothing where all are abandoned: saves
+    would replace them. Without a catalog, this costs a LIST of a page, or two; with `must_exist`, what
     `not_found` costs.
     """
     if catalog is not None and (newest := catalog.latest()) is not None:
@@ -570,6 +571,13 @@ def find_newest(
         if catalog is not None:
             raise no_such_entry(catalog, None, url=store.url)
         raise not_found(RetryingStore(store, Deadline(retry_seconds)))
+    if catalog is not None and catalog.entries:
+        raise CheckpointExistsError(
+            "All checkpoints of this run are abandoned, and a job that starts from nothing would replace them. Restore "
+            "one by its step, or delete them (`dcp-remote rm --abandoned`).",
+            url=store.url,
+            abandoned=", ".join(str(entry.step) for entry in catalog.entries[-_STEPS_NAMED_MAX:]),
+        )
     # A mistyped URL looks the same, so that a job would begin anew unnoticed.
     found = describe_surroundings(store) if catalog is None else None
     logger.warning(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcp_remote.common.deadline import Deadline
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, pin_entry
+from dcp_remote.format.catalog import CATALOG_KEY, Catalog, mark_entries, pin_entry
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.labels import give_names
 from dcp_remote.run.usage import Usage, read_usage
@@ -32,6 +32,19 @@ def run(tmp_path: Path) -> Path:
         save(store, step, base=before, names=("stable",))
     swap(store, partial(pin_entry, step=2, pin=True), deadline=Deadline(30))
     return tmp_path / "run"
+
+
+def test_what_stays_is_abandoned(cli: CommandLine, run: Path) -> None:
+    """Delete the last checkpoint that counts: the output says that no job begins with what stays."""
+    catalog = read_catalog(LocalStore(run))
+    assert catalog is not None
+    marks = {entry.save_id: entry.step != 2 for entry in catalog.entries}
+    swap(LocalStore(run), partial(mark_entries, marks=marks), deadline=Deadline(30))
+    told = [line for line in cli.run("rm", run, "--step", "2", "--force").lines if line.startswith("what stays")]
+    assert len(told) == 1
+    assert "no job begins until one of these is restored by its step" in told[0]
+    for options in (("--step", "1"), ("--abandoned",)):
+        assert not [line for line in cli.run("rm", run, *options).lines if line.startswith("what stays")]
 
 
 def files(run: Path) -> dict[str, bytes]:

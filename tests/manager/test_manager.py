@@ -386,6 +386,29 @@ def test_a_step_that_falls_behind() -> None:
         checkpoints.save(20, state_of(20), overwrite=True)  # the very step that was restored
 
 
+def test_only_abandoned_checkpoints_are_left() -> None:
+    """Delete the one checkpoint that counts: a job neither starts from nothing nor saves over what was abandoned."""
+    store = MemoryStore()
+    saved(store, 5, 10, 15)
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.restore(state_of(0), 5)
+        checkpoints.save(7, state_of(7), wait=True)
+        for step in (5, 7):
+            checkpoints.run.delete(step, force=True)
+    with CheckpointManager(store) as checkpoints:
+        for _ in range(2):
+            with pytest.raises(CheckpointExistsError, match=r"rm --abandoned.* abandoned='10, 15'"):
+                checkpoints.restore(state_of(0))
+            with pytest.raises(CheckpointExistsError, match="restored from none"):
+                checkpoints.save(10, state_of(0), wait=True)
+        assert [entry.step for entry in checkpoints.run.checkpoints()] == [10, 15]
+        assert checkpoints.restore(state_of(0), 10) == 10
+        checkpoints.save(11, state_of(11), wait=True)
+        checkpoints.run.delete(11, force=True)
+    with CheckpointManager(store, start_over=True) as checkpoints:
+        checkpoints.save(10, state_of(1), wait=True)
+
+
 def test_what_is_left_behind_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """A job that rolls back or starts over logs once what it abandons; a job that starts from nothing logs that."""
     store = MemoryStore()

@@ -284,10 +284,9 @@ class Trainer:
         """Go on from a checkpoint."""
         actor = self.actor
         catalog = read_catalog(RetryingStore(actor.store, actor.deadline(SAVE_SECONDS)))
-        newest = catalog.latest() if catalog is not None else None
-        if catalog is None or newest is None or self.plan.resumes == "mistake":
+        if catalog is None or not catalog.entries or self.plan.resumes == "mistake":
             return
-        entry = newest
+        entry = catalog.latest() or catalog.entries[-1]  # one by its step, where all are abandoned
         if self.plan.resumes == "older":
             entry = actor.rng.choice(catalog.entries)
         self.step = entry.step
@@ -794,7 +793,8 @@ class History:
                 recover(actor.store, timeout_seconds=100.0)
             for entry in run.catalog.entries if run.catalog is not None else ():
                 loaded(actor, run, entry.step)
-            newest = run.catalog.latest() if run.catalog is not None else None
+            live = run.catalog.entries if run.catalog is not None else ()
+            newest = (run.catalog.latest() or live[-1]) if run.catalog is not None and live else None
             trainer = Trainer(actor, run, Plan(), name="last")
             trainer.resume()
             assert (newest.step if newest is not None else 0) == trainer.step
