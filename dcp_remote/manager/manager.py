@@ -397,7 +397,7 @@ class CheckpointManager:
         background_save: BackgroundSave | None = None
         try:
             with operation.phase("waiting"):
-                self.wait()
+                self._wait(is_last=self._should_stop)
             if not wait and step <= self._last_step:
                 wait = "begun"
             waiting_seconds = time.monotonic() - called_seconds
@@ -674,7 +674,7 @@ class CheckpointManager:
         agree on one step, at which the answer is True on all of them. From the first call on, SIGTERM no longer ends
         the process; a handler that was installed before is called as well. Saves and restores end within
         `notice_seconds` of SIGTERM, less 8 s for the end of the process, or are given up. In a process that lives on
-        after that, the next SIGTERM counts like the first.
+        after that (a minute where no notice is given), the next SIGTERM counts like the first.
 
             if checkpoints.reached_preemption(step) or step % 1000 == 0:
                 checkpoints.save(step, state)
@@ -714,6 +714,10 @@ class CheckpointManager:
             DcpRemoteError: The save failed, see `save`. Each failure is raised once; with `on_error="warn"` it is
                 logged, and the report is that of an earlier save.
         """
+        return self._wait()
+
+    def _wait(self, *, is_last: bool = False) -> SaveReport | None:
+        """Wait as `wait` does; before the last save of the job, log the failure of an earlier one and go on."""
         self._require_own_process()
         step = self._background_saves.step
         try:
@@ -722,7 +726,7 @@ class CheckpointManager:
             # After Ctrl-C the save is still under way, and its step counts as saved.
             if self._schedule is not None and self._background_saves.step is None:
                 self._schedule.forget_saved(step)
-            if not self._lets_pass(error, step):
+            if not self._lets_pass(error, step, is_last=is_last):
                 raise
             return self.last_save
         if step is not None:
@@ -791,9 +795,9 @@ class CheckpointManager:
             logger.warning(text, self._store.url, step)
         return self._is_last_skipped
 
-    def _lets_pass(self, error: BaseException, step: int | None) -> bool:
+    def _lets_pass(self, error: BaseException, step: int | None, *, is_last: bool = False) -> bool:
         """Return whether this rank goes on without a save that failed; count and log the failure then."""
-        if self._on_error == "raise" or not may_pass(error):
+        if not (is_last or self._on_error == "warn") or not may_pass(error):
             return False
         for each in (error, error.__cause__, error.__context__):
             if each is not None:

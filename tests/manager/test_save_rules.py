@@ -329,6 +329,37 @@ def test_a_store_that_is_down_when_a_save_begins() -> None:
         assert_saved(memory, threads.managers[0], 1, 3)
 
 
+def test_the_last_save_is_tried_after_one_that_failed() -> None:
+    """Outage, and SIGTERM once it is over: the save at the step of `reached_preemption` commits; others raise first."""
+    memory, down = MemoryStore(), threading.Event()
+    store = RefusingStore(memory, down)
+
+    def fail(step: int) -> None:
+        down.set()
+        checkpoints.save(step, state_of(0, step))
+        wait_until(lambda: not checkpoints._background_saves.is_busy)
+        down.clear()
+
+    with CheckpointManager(store) as checkpoints:
+        checkpoints.save(1, state_of(0, 1), wait=True)
+        fail(2)
+        with pytest.raises(PermissionDeniedError, match="not yours"):
+            checkpoints.save(3, state_of(0, 3))
+        fail(3)
+        checkpoints._preemption.install()
+        checkpoints._preemption.record_signal()
+        assert checkpoints.reached_preemption(4)
+        checkpoints.save(4, state_of(0, 4))
+    assert_saved(memory, checkpoints, 1, 4)
+    checkpoints = CheckpointManager(store, resumed_from=4)
+    fail(5)
+    checkpoints._preemption.record_signal()
+    assert checkpoints.reached_preemption(6)
+    fail(6)
+    with pytest.raises(PermissionDeniedError, match="not yours"):
+        checkpoints.close()
+
+
 def test_a_fenced_job_ends() -> None:
     store = MemoryStore()
     with CheckpointManager(store, on_error="warn", when_busy="skip") as first:
