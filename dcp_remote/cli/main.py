@@ -42,6 +42,7 @@ from dcp_remote.errors import (
     DcpRemoteError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    SaveFailedError,
     StorageError,
 )
 
@@ -155,7 +156,7 @@ def _code_of(error: DcpRemoteError) -> int:
     if isinstance(error, InvalidArgumentError):
         return _USAGE
     # What is not there was found to be absent; any other failure of the store leaves the question open.
-    is_unknown = isinstance(error, StorageError | CommitUnknownError) and not isinstance(error, ObjectNotFoundError)
+    is_unknown = isinstance(error, StorageError | CommitUnknownError | SaveFailedError) and not isinstance(error, ObjectNotFoundError)
     return _FAILED if is_unknown else _FOUND
 
 

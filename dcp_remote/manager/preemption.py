@@ -321,9 +321,10 @@ class Preemption:
         """Record that this rank is asked to stop; takes no lock, since signal handlers must not.
 
         The other ranks hear of it with the next heartbeat. Signals after the first change nothing, until the notice has
-        expired: then the next one is a notice of its own.
+        expired, or is a minute old if its length is not known: then the next one is a notice of its own.
         """
-        number = self.agreement.round + (self._is_expired or self.remaining_seconds() == 0.0)
+        is_old = math.isinf(self._notice_seconds) and self._clock() - self._heard_seconds > 2 * _AGREEMENT_SECONDS
+        number = self.agreement.round + (self._is_expired or is_old or self.remaining_seconds() == 0.0)
         self._signalled = number
         self._begin_notice(number)
 

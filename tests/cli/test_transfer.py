@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from dcp_remote import latest
-from dcp_remote.storage import open_store
+from dcp_remote.errors import StorageError
+from dcp_remote.format.keys import SHARDS_PREFIX
+from dcp_remote.storage import LocalStore, open_store
 from dcp_remote.testing.servers import S3Server
 from tests.support.command_line import CommandLine
 
@@ -98,6 +101,21 @@ def test_errors(cli: CommandLine, weights: Path, tmp_path: Path) -> None:
     cli.refuse("import", weights, run)
     cli.refuse("import", weights, run, "--step", "1", "--source-option", "x")
     cli.refuse("export", run, "out", "--kind", "onnx")
+
+
+def test_a_store_that_is_down(
+    cli: CommandLine, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse the shards of an import: the exit code says that the store failed, not that something was found."""
+    put = LocalStore.put
+
+    def refuse(store: LocalStore, key: str, *arguments: Any, **options: Any) -> Any:
+        if key.startswith(SHARDS_PREFIX):
+            raise StorageError("The store is down.")
+        return put(store, key, *arguments, **options)
+
+    monkeypatch.setattr(LocalStore, "put", refuse)
+    cli.fail("import", weights, tmp_path / "run", "--step", "7", code=3, says="could not write a shard")
 
 
 def test_a_bucket(

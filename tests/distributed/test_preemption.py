@@ -537,6 +537,21 @@ def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
     assert [preemption.reached(step) for step in (4, 4, 5)] == [True, True, False]
 
 
+def test_a_signal_long_after_one_whose_notice_is_not_known() -> None:
+    """A loop that goes on after the step: a signal within a minute is of the same notice, a later one stops it again."""
+    clock = Clock()
+    preemption = Preemption(RankGroup(0, 1, None), clock=clock)
+    preemption.record_signal()
+    assert [preemption.reached(step) for step in (1, 2)] == [True, False]
+    clock.now += 59
+    preemption.record_signal()
+    assert not preemption.reached(3)
+    clock.now += 2
+    preemption.record_signal()
+    assert preemption.remaining_seconds() == math.inf
+    assert [preemption.reached(step) for step in (4, 5)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
