@@ -156,8 +156,8 @@ def _code_of(error: DcpRemoteError) -> int:
     if isinstance(error, InvalidArgumentError):
         return _USAGE
     # What is not there was found to be absent; any other failure of the store leaves the question open.
-    is_unknown = isinstance(error, StorageError | CommitUnknownError | SaveFailedError) and not isinstance(error, ObjectNotFoundError)
-    return _FAILED if is_unknown else _FOUND
+    failures = StorageError | CommitUnknownError | SaveFailedError
+    return _FAILED if isinstance(error, failures) and not isinstance(error, ObjectNotFoundError) else _FOUND
 
 
 def _build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, CommandParser]]:

@@ -93,7 +93,7 @@ class RemoteStrategy(RunStrategy):
     Args:
         arguments: Arguments of Lightning's strategy.
         checkpoint_settings: Keyword arguments of `CheckpointManager` for all runs of this trainer, such as
-            `storage_options`, `notice_seconds`, `start_over` and `allow_pickle`.
+            `storage_options`, `start_over` and `allow_pickle`.
         options: Keyword arguments of Lightning's strategy.
     """
 

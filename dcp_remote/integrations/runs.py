@@ -98,8 +98,10 @@ def manager_of(run_url: str, **settings: Any) -> CheckpointManager:
         return _opened[url].manager
 
 
-def require_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that `CheckpointManager` does not have, before a run is opened.
+def require_settings(settings: Mapping[str, Any], *, listens: bool = False) -> None:
+    """Refuse keyword arguments that `CheckpointManager` does not have; warn of those without effect in the framework.
+
+    With `listens`, `notice_seconds` has an effect: the integration saves and stops after SIGTERM.
 
     Raises:
         InvalidArgumentError: There is such an argument; names a similar one.
@@ -111,6 +113,9 @@ def require_settings(settings: Mapping[str, Any]) -> None:
             raise InvalidArgumentError(
                 "CheckpointManager has no such setting.", setting=name, near=near[0] if near else None
             )
+    for name in {"save_policy"} if listens else {"save_policy", "notice_seconds"}:
+        if settings.get(name) is not None:
+            logger.warning("%s has no effect here: the framework decides when to save, and does not ask for it", name)
 
 
 def storage_of(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.integrations.entries import keep_used
-from dcp_remote.integrations.runs import find_checkpoint, framework_words, is_torchs, storage_of
+from dcp_remote.integrations.runs import find_checkpoint, framework_words, is_torchs, require_settings, storage_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class RemoteCheckpointManager(CheckpointManager):
                 folder=self.folder,
             )
         settings = dict(config.settings)
+        require_settings(settings)
         if config.keep_latest_k:
             settings["retention"] = Retention(keep_last=config.keep_latest_k, keep_named=False)
         self._run = RunManager(self.folder, **settings)

@@ -92,7 +92,7 @@ def remote(
             raise InvalidArgumentError("This trainer saves to another run already.", url=url, other=subject._remote.url)
         return trainer
     _require_supported(subject)
-    runs.require_settings(settings)
+    runs.require_settings(settings, listens=True)
     leave_to_trainer(url)
     subject._remote = RemoteRun(
         url.rstrip("/"),

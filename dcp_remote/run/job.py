@@ -219,10 +219,8 @@ class JobSession:
     def resume_from(self, step: int | None, seen: Owner | None = None) -> None:
         """Set the checkpoint that the state was restored from; -1: none, on purpose; None: there was none.
 
-        `seen` is the owner of the run when the checkpoint was restored; None if that is not known.
-
-        The next save takes the fence anew, and abandons newer checkpoints. A job that was fenced stays fenced, or the
-        two jobs would fence each other in turn.
+        `seen` is the owner of the run at that time; None if that is not known. The next save takes the fence anew, and
+        abandons newer checkpoints. A job that was fenced stays fenced, or the two jobs would fence each other in turn.
         """
         self._resumed_from, self.owner, self._seen = step, None, seen
 

@@ -103,9 +103,7 @@ def test_errors(cli: CommandLine, weights: Path, tmp_path: Path) -> None:
     cli.refuse("export", run, "out", "--kind", "onnx")
 
 
-def test_a_store_that_is_down(
-    cli: CommandLine, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_is_down(cli: CommandLine, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse the shards of an import: the exit code says that the store failed, not that something was found."""
     put = LocalStore.put
 

@@ -538,7 +538,7 @@ def test_a_signal(alone: tuple[Preemption, Clock]) -> None:
 
 
 def test_a_signal_long_after_one_whose_notice_is_not_known() -> None:
-    """A loop that goes on after the step: a signal within a minute is of the same notice, a later one stops it again."""
+    """A loop that goes on: a signal within a minute is of the same notice, a later one stops the loop again."""
     clock = Clock()
     preemption = Preemption(RankGroup(0, 1, None), clock=clock)
     preemption.record_signal()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_remote import open_run
+from dcp_remote import SavePolicy, open_run
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.runs import (
     CheckpointPath,
@@ -188,3 +188,15 @@ def test_settings_are_checked_before_a_run_is_opened() -> None:
         require_settings({"timeout_second": 3})
     with pytest.raises(InvalidArgumentError, match="setting='url'"):
         require_settings({"url": "s3://bucket/run"})
+
+
+def test_settings_that_no_framework_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    """The log names settings by which a manager decides, except those that the integration asks it about."""
+    settings: dict[str, Any] = {"notice_seconds": 30, "save_policy": SavePolicy(every_steps=5), "retention": None}
+    for listens, names in ((False, ["notice_seconds", "save_policy"]), (True, ["save_policy"])):
+        caplog.clear()
+        require_settings(settings, listens=listens)
+        assert sorted(record.getMessage().split()[0] for record in caplog.records) == names
+    caplog.clear()
+    require_settings({"notice_seconds": None, "timeout_seconds": 60})
+    assert not caplog.records
