@@ -99,6 +99,11 @@ def _pick_orphans(keys: Sequence[str]) -> list[str]:
 
 # The first kind that has a key counts: Hugging Face's trainer writes files of torch.save, too.
 _KINDS = (
+    _Kind(
+        "A run of dcp_remote lies there",
+        "try again, since the store did not find its catalog.json a moment ago.",
+        lambda keys: [key for key in keys if key == CATALOG_KEY],
+    ),
     # No shards are asked for: a run of large checkpoints has them on later pages.
     _Kind("A run of dcp_remote lies below this URL", "pass {below}.", _files(rf".*/{re.escape(CATALOG_KEY)}")),
     _Kind(

@@ -38,6 +38,7 @@ SHARD = "shards/00/rank-00000-0123456789abcdef-0000.safetensors"
         (["a/catalog.json", "a/manifests/x"], "A run of dcp_remote lies below this URL (a/catalog.json): pass s3://"),
         (["b/manifest.json", f"b/{SHARD}"], "by itself lies below this URL (b/manifest.json): pass s3://bucket/run/b"),
         (["web/manifest.json"], "Other objects lie there (web/manifest.json)"),
+        (["catalog.json", "manifests/x", SHARD], "A run of dcp_remote lies there (catalog.json): try again"),
         ([SHARD], "of a save that was interrupted lie there"),
         (["a", "b", "c", "d"], "Other objects lie there (a, b, c, …)"),
         (["a\x1b[2J\nfake.pt"], r"(a\x1b[2J\nfake.pt)"),

@@ -190,7 +190,7 @@ class S3Checks:
     def _check_lifecycle(self) -> Finding:
         harmful = [rule for rule in self._read_rules() if _takes_objects(rule)]
         if not harmful:
-            return Finding("ok", "no rule deletes or archives objects below this URL")
+            return Finding("ok", "no lifecycle rule deletes or archives objects below this URL")
         names = join_some([repr(rule.get("ID", "")) for rule in harmful])
         cure = "Exclude this prefix from the rule: new checkpoints use old shards. Delete by `retention` instead."
         return Finding("fail", f"objects below this URL are deleted or archived by the lifecycle rule {names}", cure)
