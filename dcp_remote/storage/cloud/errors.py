@@ -89,8 +89,7 @@ ERROR_CLASSES: dict[type[BaseException], ErrorClass] = {
     botocore_exceptions.TokenRetrievalError: PermissionDeniedError,
     botocore_exceptions.SSOError: PermissionDeniedError,
     botocore_exceptions.LoginError: PermissionDeniedError,
-    # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them, unless
-    # its status or code says more.
+    # Through botocore only credentials are requested (STS, SSO), and a ClientError is a refusal to give them.
     botocore_exceptions.ClientError: PermissionDeniedError,
 }
 
@@ -196,10 +195,7 @@ _DUMP = "Debug source:"
 
 
 def classify_error(error: BaseException) -> ErrorClass:
-    """Return this package's class for an error of another library: by class, for plain OSErrors by errno.
-
-    For a ClientError by its status and code.
-    """
+    """Return this package's class for another library's error: by class, errno (OSError), or code (ClientError)."""
     answer = getattr(error, "response", {}) if isinstance(error, botocore_exceptions.ClientError) else {}
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     is_busy = status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS
