@@ -53,9 +53,7 @@ def diagnose_s3(
     try:
         client = create_client(endpoint.session, options)
         seconds = int(SIGNED_FOR.total_seconds())
-        url = client.generate_presigned_url(
-            operation, Params={"Bucket": bucket, **place}, ExpiresIn=seconds
-        )  # a secret
+        url = client.generate_presigned_url(operation, {"Bucket": bucket, **place}, seconds)  # a secret
     except FAILURES:
         # `S3Credentials` goes on with its last keys when a renewal fails, and the store says when they have expired.
         return None
