@@ -50,11 +50,18 @@ LISTED_BYTES = 8
 class Proposal:
     """Plan of a rank before the ranks agree: all that the rank would write if it were alone.
 
-    `roles` has the role (`BUFFER` or `VALUE`) of the tensors that may differ between ranks, by the number of the item.
+    Its objects of single ranks (`PerRank`) come last, since nobody else decides on them. `roles` has the role (`BUFFER`
+    or `VALUE`) of the tensors that may differ between ranks, by the number of the item.
     """
 
     plan: SavePlan
+    own: int  # objects of this rank alone
     roles: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> list[WriteItem]:
+        """Items on which the coordinator decides."""
+        return self.plan.items[: len(self.plan.items) - self.own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +105,17 @@ def propose(planner: RunPlanner, roles: TensorRoles | None = None) -> Proposal:
                 "A tensor plans parts that overlap. Correct its __create_write_items__, or save its plain parts.",
                 tensor=item.index.fqn,
             )
-    if len(distinct) < len(plan.items):  # a tensor subclass may plan a chunk twice
-        plan = replace(plan, items=list(distinct.values()))
+    shared, own = list[WriteItem](), list[WriteItem]()
+    for item in distinct.values():  # fewer than items: a tensor subclass may plan a chunk twice
+        is_own = item.tensor_data is None and _is_own(planner.mappings[item.index.fqn])
+        (own if is_own else shared).append(item)
+    plan = replace(plan, items=shared + own)
     found = {n: _role_of(item, roles) for n, item in enumerate(plan.items) if item.tensor_data is not None and roles}
-    return Proposal(plan, {number: role for number, role in found.items() if role != REPLICA})
+    return Proposal(plan, len(own), {number: role for number, role in found.items() if role != REPLICA})
+
+
+def _is_own(path: Sequence[str | int]) -> bool:
+    return path[0] == PER_RANK_KEY
 
 
 def _distinct_key(item: WriteItem) -> object:
@@ -199,19 +213,18 @@ def describe_entries(plan: SavePlan) -> Described:
 def digest_objects(proposal: Proposal, planner: RunPlanner) -> NDArray[np.uint32]:
     """Digest the objects and numbers of a proposal, 32 bits each, by which ranks compare them; no request.
 
-    Costs 10 µs of CPU per small object, and 0.05 s per GiB of arrays. Objects of single ranks (`PerRank`), and those
-    that have no encoding without pickle, get 0: they are not compared.
+    Costs 10 µs of CPU per small object, and 0.05 s per GiB of arrays. Objects that have no encoding without pickle get
+    0: they are not compared. Those of single ranks are left out.
     """
 
     def digest_value(item: WriteItem) -> int:
         if item.tensor_data is not None:
             return int.from_bytes(_digest_tensor(planner.resolve_data(item), lambda: None)[:4]) or 1
-        is_own = planner.mappings[item.index.fqn][0] == PER_RANK_KEY
-        return 0 if is_own else digest_object(planner.lookup_object(item.index))
+        return digest_object(planner.lookup_object(item.index))
 
     values = [
         item
-        for number, item in enumerate(proposal.plan.items)
+        for number, item in enumerate(proposal.shared)
         if item.tensor_data is None or proposal.roles.get(number) == VALUE
     ]
     return np.array([digest_value(item) for item in values], dtype=np.uint32)
@@ -219,7 +232,11 @@ def digest_objects(proposal: Proposal, planner: RunPlanner) -> NDArray[np.uint32
 
 def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None) -> PlanTable:
     """Convert a proposal to columns; with the digests of its objects and numbers, if these are compared."""
-    items, paths = proposal.plan.items, get_flatten_mapping(proposal.plan.planner_data)
+    items, paths = proposal.shared, get_flatten_mapping(proposal.plan.planner_data) or {}
+    names = [item.index.fqn for item in items]
+    # Objects and empty dicts of this rank alone.
+    own = {name: paths[name] for name in paths.keys() - set(names) if _is_own(paths[name])}
+    objects = {item.index.fqn for item in proposal.plan.items[len(items) :]}
     data = [item.tensor_data for item in items]
     chunks = [chunk for chunk in data if chunk is not None]
     kinds: dict[tuple[TensorKind, int], int] = {}
@@ -236,7 +253,7 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
             known[key] = kinds.setdefault(made, len(kinds))
         kind.append(known[key])
     return PlanTable(
-        packed_names=pack_names([item.index.fqn for item in items], paths or {}),
+        packed_names=pack_names(names, {name: path for name, path in paths.items() if name not in own}),
         is_object=np.array([chunk is None for chunk in data], dtype=bool),
         role=np.array(
             [VALUE if chunk is None else proposal.roles.get(number, REPLICA) for number, chunk in enumerate(data)],
@@ -249,6 +266,7 @@ def to_table(proposal: Proposal, value_digests: NDArray[np.uint32] | None = None
         sizes=shrink_integers(concat_integers(chunk.chunk.sizes for chunk in chunks)),
         kinds=tuple(kinds),
         value_digests=np.zeros(0, dtype=np.uint32) if value_digests is None else value_digests,
+        own={name: (path, name in objects) for name, path in sorted(own.items())},
     )
 
 
@@ -261,7 +279,7 @@ def to_rank_plan(proposal: Proposal, share: Share) -> SavePlan:
     for number, hint in zip(share.items.tolist(), share.hints.tolist(), strict=True):
         item = proposal.plan.items[number]
         items.append(item if item.tensor_data is None else replace(item, index=replace(item.index, index=hint)))
-    return replace(proposal.plan, items=items)
+    return replace(proposal.plan, items=items + proposal.plan.items[len(proposal.shared) :])
 
 
 def chunk_bytes(item: WriteItem) -> int:

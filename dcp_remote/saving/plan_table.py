@@ -56,7 +56,10 @@ Chunk: TypeAlias = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PlanTable:
-    """Proposal of one rank: the items that it would write if it were alone, in order. All are different chunks."""
+    """Proposal of one rank: the items that it would write if it were alone, in order. All are different chunks.
+
+    Objects of this rank alone are no items, but in `own`: with them, no rank's names would be those of another.
+    """
 
     packed_names: bytes  # name of each item, and the flatten mapping (see `pack_names`)
     is_object: Bools  # True for each object; other items are chunks of tensors
@@ -68,11 +71,12 @@ class PlanTable:
     sizes: Integers  # sizes of the chunks, one after another
     kinds: tuple[tuple[TensorKind, int], ...]  # distinct kinds, each with its bytes per element
     value_digests: NDArray[np.uint32]  # digest of each value; 0 for one that is not compared. Empty if none is
+    own: Mapping[str, tuple[tuple[str | int, ...], bool]]  # path by name, and whether it is an object or an empty dict
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle compressed columns; those that most ranks have alike are unpacked once for all of them."""
         form = self.packed_names, self.is_object, self.role, self.kind, self.dimensions, self.shapes, self.kinds
-        return _unpack, (_pack(form), _pack(self.sizes), _pack(self.offsets), self.value_digests)
+        return _unpack, (_pack(form), _pack(self.sizes), _pack(self.offsets), self.value_digests, self.own)
 
     def take(self, items: I64) -> PlanTable:
         """Return the table of these items, among which are all values."""
@@ -92,10 +96,9 @@ class PlanTable:
         )
 
 
-def _unpack(form: bytes, sizes: bytes, offsets: bytes, value_digests: NDArray[np.uint32]) -> PlanTable:
+def _unpack(form: bytes, sizes: bytes, offsets: bytes, *own: Any) -> PlanTable:
     names, is_object, role, kind, dimensions, shapes, kinds = _load_shared(form)
-    own = _load(offsets), _load_shared(sizes)
-    return PlanTable(names, is_object, role, kind, dimensions, shapes, *own, kinds, value_digests)
+    return PlanTable(names, is_object, role, kind, dimensions, shapes, _load(offsets), _load_shared(sizes), kinds, *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +163,11 @@ def arrange(
 
     Refuses chunks that do not make up their tensor, and names under which ranks save different things.
     """
-    names = _Names.of(tables)
+    names, own = _Names.of(tables), {name: found for table in tables for name, found in table.own.items()}
+    own_objects = [name for name, (_, is_object) in own.items() if is_object]
+    flatten = {**names.flatten, **{name: path for name, (path, _) in own.items()}}
     _require_room(names)
-    require_held(names.flatten, names.numbers)
+    require_held(flatten, {*names.numbers, *own_objects})
     items = _Items.of(tables, names, _find_alike(tables, names))
     _require_one_meaning(items)
     leaders, is_alone = items.leaders()
@@ -179,6 +184,8 @@ def arrange(
     of_lowest_rank = [to_lowest_rank or bool(roles[holders[0]] != REPLICA) for holders in groups]
     writes = _choose_writers(items, groups, size_bytes, is_alone, of_lowest_rank)
     planned, hints = _plan_checkpoint(items, np.flatnonzero(writes))
+    positions = {**planned.positions, **{name: len(names.numbers) + n for n, name in enumerate(own_objects)}}
+    planned = replace(planned, positions=positions, flatten=flatten)
     shares = []
     for table, start in zip(tables, items.rank_first.tolist(), strict=False):
         places = start + items.places[table.packed_names]

@@ -63,6 +63,38 @@ def arranged(proposals: Sequence[Proposal], **options: Any) -> tuple[list[SavePl
     return [to_rank_plan(proposed, share) for proposed, share in zip(proposals, shares, strict=True)], arrangement
 
 
+def test_objects_of_single_ranks_leave_the_names_of_ranks_alike() -> None:
+    """Each rank's random states have a name of their own: the coordinator would unpack and compare those of all ranks.
+
+    So are empty dicts of single ranks. Tensors of single ranks are items like others.
+    """
+    ranks = 40
+    cut = shard(torch.randn(2 * ranks, 4), ranks, (ranks, 1))
+    states = [
+        {"w": part, "v": part, "per_rank": {str(rank): {"random": (rank,), "loader": {"at": {}, "seed": "s"}}}}
+        for rank, part in enumerate(cut)
+    ]
+    proposals = [proposal(state) for state in states]
+    assert len({to_table(proposed).packed_names for proposed in proposals}) == 1
+    plans, arrangement = arranged(proposals)
+    planned = arrangement.planned
+    assert planned.tensors.names == ("w", "v")
+    assert set(planned.positions) == {f"per_rank.{rank}.{name}" for rank in range(ranks) for name in OWN}
+    assert len({*planned.positions.values()}) == 2 * ranks
+    for rank, plan in enumerate(plans):
+        assert [item.index.fqn for item in plan.items[-2:]] == [f"per_rank.{rank}.{name}" for name in OWN]
+        assert planned.flatten is not None
+        assert planned.flatten[f"per_rank.{rank}.loader.seed"] == ("per_rank", str(rank), "loader", "seed")
+        assert set(proposals[rank].plan.planner_data or {}) <= set(planned.flatten)
+    states[3]["per_rank"]["3"]["of one"] = torch.ones(2)
+    plans, arrangement = arranged([proposal(state) for state in states])
+    assert arrangement.planned.tensors.names == ("w", "v", "per_rank.3.of one")
+    assert [rank for rank, plan in enumerate(plans) for item in plan.items if "of one" in item.index.fqn] == [3]
+
+
+OWN = ("random", "loader.seed")
+
+
 def test_tensors_that_are_cut_alike() -> None:
     """The chunks of one of them are planned, and those of another shape; replicas are dealt out one by one."""
     ranks = 40

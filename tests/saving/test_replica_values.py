@@ -355,6 +355,7 @@ def table_of(names: list[str], roles: list[int]) -> PlanTable:
     count = len(names)
     one = np.ones(count, dtype=np.uint8)
     return PlanTable(
+        own={},
         packed_names=pack_names(names, {}),
         is_object=np.zeros(count, dtype=bool),
         role=np.array(roles, dtype=np.uint8),

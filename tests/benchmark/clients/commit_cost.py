@@ -68,7 +68,7 @@ class Layout:
         return hint // _TENSOR_PARALLEL * _ROWS, hint % _TENSOR_PARALLEL * _WIDTH
 
     def table(self, rank: int) -> PlanTable:
-        """Return the plan of a rank, as `plan_cache.to_table` makes it; the first rank alone has an object."""
+        """Return the plan of a rank, as `plan_cache.to_table` makes it; each rank has random states of its own."""
         stage, hint = divmod(rank, self.ranks_of_a_stage)
         objects = ["step"] if rank == 0 else []
         names = [*self.names(stage), *objects]
@@ -87,6 +87,7 @@ class Layout:
             sizes=shrink_integers(tiled([_ROWS, _WIDTH])),
             kinds=((TensorKind("float32"), 4),),
             value_digests=np.ones(len(objects), dtype=np.uint32),
+            own={f"per_rank.{rank}.random": (("per_rank", rank, "random"), True)},
         )
 
     def report(self, rank: int, save: int) -> SentReport:
@@ -132,7 +133,7 @@ class Layout:
                 table=within * table_entries(length),
                 digests=random.bytes(count * DIGEST_BYTES),
             ),
-            inline={"step": b"%d" % save} if rank == 0 else {},
+            inline={f"per_rank.{rank}.random": bytes(100)} | ({"step": b"%d" % save} if rank == 0 else {}),
             stored=(),
             first_blocks=b"",
             live_bytes=np.zeros(0, dtype=np.int64),
