@@ -342,6 +342,8 @@ class Collective:
                     self._ask(partial(Client.append, series=series, value=part, is_confirmed=is_confirmed))
                     outcome.wait(next(pauses))  # the coordinator has not even looked yet
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            except DcpRemoteError:
+                raise
             except (OSError, RuntimeError):  # this rank leads, and no thread or descriptor is free to ask the store
                 if not is_linked:
                     raise

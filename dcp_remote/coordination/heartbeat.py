@@ -585,6 +585,8 @@ class Heartbeat:
     def _rest(self, seconds: float) -> None:
         """Wait for some seconds or until a heartbeat is due; make requests and look around meanwhile."""
         end = time.monotonic() + seconds
+        if self._requests and not self._is_closing:  # also where the next heartbeat is due
+            self._ask(self._make_requests)
         while (left_seconds := end - time.monotonic()) > 0 and not (self._is_due or self._is_closing):
             if self._requests:
                 self._ask(self._make_requests)

@@ -63,6 +63,8 @@ _PING_SECONDS = 1.0
 _PINGS_MAX = 5
 # Pause before the next try to bind or connect: a process that has bound the name is about to listen, or has just died.
 _RETRY_SECONDS = 0.01
+# Connections in a row to which no leader has answered, after which this rank speaks for itself.
+_REFUSALS_MAX = 100
 _PASSING_ERRORS = {errno.ECONNREFUSED, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
 # Longest wait of `close` for each of the two threads.
@@ -150,6 +152,7 @@ class HostLink:
         self._documents = HostDocuments(self._order, self._tell_leader)
         self._may_join = sys.platform == "linux"
         self._pings, self._next_ping = 0, 0.0  # pings without an answer, and the moment of the next
+        self._refusals = 0  # connections in a row that have ended without a frame of a leader
 
     def start(self) -> bool:
         """Start the thread, unless it was started; return False if there can be none, or no file descriptor is free."""
@@ -194,7 +197,7 @@ class HostLink:
         """Return the answer of a round that was begun, once; None as long as there is none.
 
         Raises:
-            Exception: This rank speaks for itself, and the store raised this; or the thread of the link has failed.
+            Exception: This rank speaks for its host or itself, and the store raised this; or the link's thread failed.
         """
         while not self._arrived.empty():
             self.wait(0.0)
@@ -389,6 +392,7 @@ class HostLink:
 
     def _hear_leader(self, leader: _Connection, frame: tuple[Any, ...] | None) -> None:
         self._pings = 0
+        self._refusals = self._refusals + 1 if frame is None else 0
         match frame:
             case ("answer", str(key), bytes(data)):
                 self._finish(key, data)
@@ -398,7 +402,8 @@ class HostLink:
             case None if self._leader is leader:
                 self._leader = self.news = None
                 self._wake()
-                time.sleep(_RETRY_SECONDS)  # a leader that refuses this rank would be asked without end
+                time.sleep(_RETRY_SECONDS)
+                self._may_join = self._may_join and self._refusals < _REFUSALS_MAX
                 self._join()
         self._documents.hear_leader(frame)
 
@@ -523,7 +528,7 @@ class _Connection:
         own: Socket, which does not block.
         selector: Selector of the thread that uses the connection.
         hear: Called with this connection and each frame; with None when the connection has ended.
-        key: Key of the frames: what another process of this user sends is never unpickled, and ends the connection.
+        key: Key of the frames: what a process outside the group sends is never unpickled, and ends the connection.
     """
 
     def __init__(
@@ -707,7 +712,9 @@ class _Speaker:
         client = self._client = self._client or self._connect()
         if not (is_again and client.has([one.answer])):
             key = f"{one.parts}/{client.add(one.slots, 1)}"
+            self._unanswered = 0
             client.put(key, pickle.dumps(part))
+            self._unanswered = 0
             if is_again and client.has([one.answer]):  # the round has ended, and the coordinator deletes no more
                 client.delete([key, one.slots], {one.slots: 0})
 
@@ -717,6 +724,7 @@ class _Speaker:
             if due <= time.monotonic():
                 self._looks[answer] = time.monotonic() + next(pauses), pauses
                 data = self._client.get(answer)
+                self._unanswered = 0
                 self._unanswered_max, self._broken_by = jitter(_PINGS_MAX, 2 * _PINGS_MAX), None
                 if data:
                     del self._looks[answer]

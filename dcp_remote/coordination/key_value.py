@@ -101,7 +101,9 @@ class Client:
         interpreter shuts down. Does nothing where the socket was not found, which torch does not give away.
         """
         address = address_of(self._store)
-        descriptor = _sockets_to(address).get(self._socket_inode or 0) if address is not None else None
+        descriptor = None
+        with contextlib.suppress(OSError):  # no file descriptor is free
+            descriptor = _sockets_to(address).get(self._socket_inode or 0) if address is not None else None
         if descriptor is not None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
                 if os.fstat(own.fileno()).st_ino == self._socket_inode:
@@ -312,7 +314,7 @@ def _sockets_to(address: StoreAddress) -> dict[int, int]:
     found: dict[int, int] = {}
     if socket.getdefaulttimeout() is not None:
         return found
-    with contextlib.suppress(OSError):  # a system without this folder, or no file descriptor is free
+    with contextlib.suppress(FileNotFoundError):  # a system without this folder
         for descriptor in [int(path.name) for path in Path("/dev/fd").iterdir()]:
             with contextlib.suppress(OSError):  # no socket, not connected, or closed meanwhile
                 status = os.fstat(descriptor)

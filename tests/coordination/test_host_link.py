@@ -600,6 +600,28 @@ def test_a_sandbox_that_does_not_tell_who_connects(host: Host, monkeypatch: pyte
     link.close()
 
 
+def test_a_leader_that_refuses_this_rank(host: Host) -> None:
+    """A process that has taken the name ends each connection: after many of them this rank speaks for itself."""
+    link = HostLink(host.name, 1, lambda: host.client, lambda _: iter([0.01] * 1000))
+    refused = 0
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(link._address)
+        stranger.listen()
+        stranger.settimeout(30)
+        link.begin("0/slots", "0/in", "0/out", b"")
+        while link._may_join:
+            with contextlib.suppress(TimeoutError):
+                stranger.accept()[0].close()
+                refused += 1
+            stranger.settimeout(0.5)
+    assert refused == 100
+    host.collect(0, 1)
+    host.client.put("0/out", b"answer")
+    wait_until(lambda: link.answer("0/out") == b"answer")
+    assert link.failure is None
+    link.close()
+
+
 def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> None:
     """Close a link that never began, one that waits for an answer, and one that waits for the store."""
 
