@@ -86,7 +86,7 @@ def rm(
     out.say(*(f"kept: step {entry.step}, which is {why}" for entry, why in kept.items()))
     left = [entry for entry in catalog.entries if entry not in entries]
     if left and all(entry.abandoned for entry in left):
-        out.say("what stays is abandoned: no job begins until one of these is restored by its step, or all are removed")
+        out.say("what stays is abandoned: no job begins by itself until one is restored by step, or all are deleted")
     usage = read_usage(store, catalog, Deadline(TIMEOUT_SECONDS))
     decision = Decision(tuple(entry.step for entry in entries), thin=())
 

@@ -373,7 +373,8 @@ class RemoteStrategy(RunStrategy):
         found: Any = None
         if self.is_global_zero:
             try:
-                info = manager.run.latest()
+                # Abandoned ones as well: a save that has restored none of them is refused.
+                info = manager.run.latest() or next(iter(manager.run.checkpoints()[-1:]), None)
                 found = None if info is None else info.step
             except DcpRemoteError as error:
                 found = error

@@ -231,7 +231,7 @@ class CheckpointManager:
         name_speaker(self._store.url, is_speaker=self._ranks.is_coordinator)
         self._preemption = Preemption(self._ranks, notice_seconds=notice_seconds)
         self._schedule = SaveSchedule(save_policy, self._ranks) if save_policy is not None else None
-        self._should_stop = False
+        self._starts_over, self._should_stop = start_over, False
         # Step that was restored or saved last; -1 before that.
         self._last_step = -1 if resumed_from is None else resumed_from
         job = JobSession(self._store)
@@ -554,7 +554,7 @@ class CheckpointManager:
                     self._ranks,
                     collective,
                     self._store,
-                    Request(step, options, must_exist=must_exist, go_on=go_on),
+                    Request(step, options, must_exist=must_exist, go_on=go_on, starts_over=self._starts_over),
                     operation,
                     progress,
                     self._rank_sockets,

@@ -86,6 +86,7 @@ class Request:
     options: LoadOptions
     must_exist: bool
     go_on: bool
+    starts_over: bool = False  # the run's checkpoints are left behind, on purpose
 
     def shared(self) -> dict[str, object]:
         """Return what all ranks must give alike: step and options, without functions, which cannot be compared."""
@@ -286,8 +287,9 @@ class RankRestore:
         ):
             # Refused before training begins, because the first save would be refused hours later.
             require_no_checkpoint_by_itself(RetryingStore(store, Deadline(retry_seconds())))
-            catalog, must_exist = read_early(), self.request.must_exist
-            newest = partial(find_newest, catalog, store, must_exist=must_exist, retry_seconds=retry_seconds())
+            catalog, request = read_early(), self.request
+            asked_for = {"must_exist": request.must_exist, "starts_over": request.starts_over}
+            newest = partial(find_newest, catalog, store, **asked_for, retry_seconds=retry_seconds())
             if step is None and newest() is None:
                 return None
             if catalog is None:

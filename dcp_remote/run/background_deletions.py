@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from dcp_remote.common.deadline import Clock, Deadline
-from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError, TransientStorageError
+from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError
 from dcp_remote.format.catalog import Catalog, Entry, Owner
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.job import SaveTicket
@@ -171,8 +171,9 @@ class BackgroundDeletions:
         self._try("old objects", lambda: self._delete(worker))
 
     def _delete(self, worker: _Worker) -> None:
-        deleted = worker.deletions.queue.delete(deadline=worker.deadline, stop=worker.stop.is_set)
-        for_good = [error for error in deleted.failed.values() if not isinstance(error, TransientStorageError)]
+        queue = worker.deletions.queue
+        deleted = queue.delete(deadline=worker.deadline, stop=worker.stop.is_set)
+        for_good = deleted.failed.keys() - set(queue)  # what failed for now stays in the queue
         with self._changed:
             if worker is self._worker:  # else all of its objects were counted when it was given up
                 self.orphans_left += deleted.given_up + len(for_good)

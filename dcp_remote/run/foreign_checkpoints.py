@@ -105,7 +105,11 @@ _KINDS = (
         lambda keys: [key for key in keys if key == CATALOG_KEY],
     ),
     # No shards are asked for: a run of large checkpoints has them on later pages.
-    _Kind("A run of dcp_remote lies below this URL", "pass {below}.", _files(rf".*/{re.escape(CATALOG_KEY)}")),
+    _Kind(
+        "A run of dcp_remote lies below this URL",
+        "pass {below}.",
+        lambda keys: [key for key in keys if key.endswith(f"/{CATALOG_KEY}")],
+    ),
     _Kind(
         "A checkpoint of dcp_remote by itself lies below this URL",
         "pass {below} to load or RemoteReader.",

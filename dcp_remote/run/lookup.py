@@ -556,14 +556,19 @@ def no_run(store: ObjectStore, step: int | str) -> CheckpointNotFoundError:
 
 
 def find_newest(
-    catalog: Catalog | None, store: ObjectStore, *, must_exist: bool, retry_seconds: float = RANGE_RETRY_SECONDS
+    catalog: Catalog | None,
+    store: ObjectStore,
+    *,
+    must_exist: bool,
+    starts_over: bool = False,
+    retry_seconds: float = RANGE_RETRY_SECONDS,
 ) -> Entry | None:
     """Return the newest checkpoint of a run (`catalog`: None if there is none).
 
     Without a checkpoint, return None and log a warning with what else lies at the URL; with `must_exist`, raise
-    `CheckpointNotFoundError`. Refuse (`CheckpointExistsError`) to start from nothing where all are abandoned: saves
-    would replace them. Without a catalog, this costs a LIST of a page, or two; with `must_exist`, what
-    `not_found` costs.
+    `CheckpointNotFoundError`. Refuse (`CheckpointExistsError`) to start from nothing where all are abandoned, unless
+    the job `starts_over`: saves would replace them. Without a catalog, this costs a LIST of a page, or two; with
+    `must_exist`, what `not_found` costs.
     """
     if catalog is not None and (newest := catalog.latest()) is not None:
         return newest
@@ -571,10 +576,10 @@ def find_newest(
         if catalog is not None:
             raise no_such_entry(catalog, None, url=store.url)
         raise not_found(RetryingStore(store, Deadline(retry_seconds)))
-    if catalog is not None and catalog.entries:
+    if catalog is not None and catalog.entries and not starts_over:
         raise CheckpointExistsError(
             "All checkpoints of this run are abandoned, and a job that starts from nothing would replace them. Restore "
-            "one by its step, or delete them (`dcp-remote rm --abandoned`).",
+            "one by its step, delete them (`dcp-remote rm --abandoned`), or pass start_over=True to replace them.",
             url=store.url,
             abandoned=", ".join(str(entry.step) for entry in catalog.entries[-_STEPS_NAMED_MAX:]),
         )

@@ -163,9 +163,11 @@ def arrange(
 
     Refuses chunks that do not make up their tensor, and names under which ranks save different things.
     """
-    names, own = _Names.of(tables), {name: found for table in tables for name, found in table.own.items()}
-    own_objects = [name for name, (_, is_object) in own.items() if is_object]
-    flatten = {**names.flatten, **{name: path for name, (path, _) in own.items()}}
+    names, alone = _Names.of(tables), {name: found for table in tables for name, found in table.own.items()}
+    own_objects = [name for name, (_, is_object) in alone.items() if is_object]
+    flatten = {**names.flatten, **{name: path for name, (path, _) in alone.items()}}
+    if clashing := sorted(alone.keys() & names.numbers.keys()):
+        raise InvalidArgumentError("A name in the state is that of a PerRank value. Rename it.", names=clashing[0])
     _require_room(names)
     require_held(flatten, {*names.numbers, *own_objects})
     items = _Items.of(tables, names, _find_alike(tables, names))

@@ -111,7 +111,7 @@ def _check(name: str, value: object, kind: str, choices: tuple[str, ...]) -> str
     if is_valid:
         return value  # type: ignore[return-value]  # of one of the types by now
     expected = f"one of {', '.join(choices)}" if choices else expected
-    shown = value if isinstance(value, int | float) else None
+    shown = value if isinstance(value, int | float) and str not in types else None  # a text may be a secret
     raise InvalidArgumentError(f"storage_options[{name!r}] must be {expected}.", value=shown, type=type(value).__name__)
 
 

@@ -42,7 +42,7 @@ def test_what_stays_is_abandoned(cli: CommandLine, run: Path) -> None:
     swap(LocalStore(run), partial(mark_entries, marks=marks), deadline=Deadline(30))
     told = [line for line in cli.run("rm", run, "--step", "2", "--force").lines if line.startswith("what stays")]
     assert len(told) == 1
-    assert "no job begins until one of these is restored by its step" in told[0]
+    assert "no job begins by itself until one is restored by step" in told[0]
     for options in (("--step", "1"), ("--abandoned",)):
         assert not [line for line in cli.run("rm", run, *options).lines if line.startswith("what stays")]
 

@@ -406,6 +406,7 @@ def test_only_abandoned_checkpoints_are_left() -> None:
         checkpoints.save(11, state_of(11), wait=True)
         checkpoints.run.delete(11, force=True)
     with CheckpointManager(store, start_over=True) as checkpoints:
+        assert checkpoints.restore(state_of(0)) is None
         checkpoints.save(10, state_of(1), wait=True)
 
 

@@ -70,7 +70,7 @@ def test_objects_of_single_ranks_leave_the_names_of_ranks_alike() -> None:
     """
     ranks = 40
     cut = shard(torch.randn(2 * ranks, 4), ranks, (ranks, 1))
-    states = [
+    states: list[State] = [
         {"w": part, "v": part, "per_rank": {str(rank): {"random": (rank,), "loader": {"at": {}, "seed": "s"}}}}
         for rank, part in enumerate(cut)
     ]
@@ -86,6 +86,8 @@ def test_objects_of_single_ranks_leave_the_names_of_ranks_alike() -> None:
         assert planned.flatten is not None
         assert planned.flatten[f"per_rank.{rank}.loader.seed"] == ("per_rank", str(rank), "loader", "seed")
         assert set(proposals[rank].plan.planner_data or {}) <= set(planned.flatten)
+    with pytest.raises(InvalidArgumentError, match="that of a PerRank value"):
+        arranged([*proposals[1:], proposal({"per_rank.3.random": torch.ones(2)})])
     states[3]["per_rank"]["3"]["of one"] = torch.ones(2)
     plans, arrangement = arranged([proposal(state) for state in states])
     assert arrangement.planned.tensors.names == ("w", "v", "per_rank.3.of one")

@@ -20,6 +20,7 @@ from dcp_remote.storage.cloud.diagnosis import diagnose_s3
 from dcp_remote.storage.cloud.endpoint import SIGNED_FOR, S3Endpoint, S3Options, resolve_s3
 from dcp_remote.storage.cloud.errors import CloudError, make_s3_bucket_error
 from dcp_remote.storage.cloud.provider import NO_RETRIES, Client, Provider
+from dcp_remote.storage.options import LIMIT_OPTIONS
 
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
@@ -66,6 +67,8 @@ class S3(Provider):
         nested = options.get("client_kwargs")
         if isinstance(nested, Mapping):
             given = {name: value for name, value in nested.items() if value is not None}
+            if misplaced := sorted(given.keys() & set(LIMIT_OPTIONS)):
+                raise InvalidArgumentError("Give limits beside client_kwargs, not in it.", names=", ".join(misplaced))
             twice = next((name for name, value in given.items() if options.get(name) not in (None, value)), None)
             if twice is not None:
                 raise InvalidArgumentError("storage_options give one setting twice, with different values.", name=twice)
