@@ -118,9 +118,10 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return len(self._offsets)
 
     def __getitem__(self, index: Any) -> Any:
-        if not self._cache or self._cache[0] is not self:
-            self._cache[:] = self, self.build_objects(range(len(self)))
-        return self._cache[1][index]
+        held = self._cache[:]  # another thread may replace it
+        if not held or held[0] is not self:
+            self._cache[:] = held = [self, self.build_objects(range(len(self)))]
+        return held[1][index]
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
         return iter(self[:])

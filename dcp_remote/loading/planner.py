@@ -106,7 +106,9 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             raise InvalidArgumentError("This planner needs the metadata of the checkpoint. Use it in dcp.load.")
         flat = flatten_state(state_dict)
         self._empty_places = [name.removesuffix(".{}") for name in flat.paths if name not in flat.values]
-        self._keys = {leaf.name: leaf.keys for leaf in iterate_leaves(state_dict, descends=is_flattened)}
+        leaves = iterate_leaves(state_dict, descends=is_flattened)
+        # An empty dict may have the name of a value, whose keys have dots.
+        self._keys = {leaf.name: leaf.keys for leaf in leaves if flat.paths.get(leaf.name) == leaf.path}
         # torch's function drops a ShardedTensor of which this rank has nothing, and then takes the checkpoint for one
         # of an older torch.
         self.flatten_sharded_tensors = has_nested_shards(flat.values.values())

@@ -168,7 +168,7 @@ def arrange(
     flatten = {**names.flatten, **{name: path for name, (path, _) in alone.items()}}
     if clashing := sorted(alone.keys() & names.numbers.keys()):
         raise InvalidArgumentError("A name in the state is that of a PerRank value. Rename it.", names=clashing[0])
-    _require_room(names)
+    _require_room([*names.numbers, *own_objects], flatten)
     require_held(flatten, {*names.numbers, *own_objects})
     items = _Items.of(tables, names, _find_alike(tables, names))
     _require_one_meaning(items)
@@ -497,14 +497,14 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
     return Planned(planned, positions=positions, flatten=items.flatten), hints
 
 
-def _require_room(names: _Names) -> None:
+def _require_room(names: Collection[str], flatten: Flatten) -> None:
     """Refuse names that take more than a manifest may have, which has them once alone, and once with their paths."""
-    bytes_min = sum(map(len, itertools.chain(names.numbers, names.flatten)))
+    bytes_min = sum(map(len, itertools.chain(names, flatten)))
     if bytes_min > DOCUMENT_BYTES_MAX:
         raise InvalidArgumentError(
             "The names of tensors and objects take more than a manifest may have; nothing was uploaded. Join small "
             "tensors into larger ones, or save parts of the state into runs of their own.",
-            names=len(names.numbers),
+            names=len(names),
             bytes_min=bytes_min,
             limit_bytes=DOCUMENT_BYTES_MAX,
         )

@@ -386,6 +386,15 @@ def test_keys_that_are_no_text() -> None:
     assert state == {"optim": {0: {"step": 5}, 1: [{2: "b"}]}}
 
 
+def test_an_empty_dict_with_the_name_of_a_value() -> None:
+    """A key has a dot, and an empty dict the same keys apart: the value comes back where it was."""
+    memory = MemoryStore()
+    dcp.save({"m": {"a.b": 5, "a": {"b": {}}}}, storage_writer=RemoteWriter(memory))
+    state: State = {"m": {"a.b": 0, "a": {"b": {}}}}
+    load_as_ranks([state], lambda: RemoteReader(memory), RemoteLoadPlanner)
+    assert state == {"m": {"a.b": 5, "a": {"b": {}}}}
+
+
 def test_a_mapping_that_is_no_dict(store: RecordingStore) -> None:
     """Refused by its name; torch's loader makes None of it, though its values stay as they are."""
     state = {**blank_state(), "config": UserDict({"lr": 1.0})}
