@@ -87,7 +87,7 @@ class Layout:
             sizes=shrink_integers(tiled([_ROWS, _WIDTH])),
             kinds=((TensorKind("float32"), 4),),
             value_digests=np.ones(len(objects), dtype=np.uint32),
-            own={f"per_rank.{rank}.random": (("per_rank", rank, "random"), True)},
+            own={f"per_rank.{rank}.random": (("per_rank", str(rank), "random"), True)},
         )
 
     def report(self, rank: int, save: int) -> SentReport:
@@ -133,7 +133,8 @@ class Layout:
                 table=within * table_entries(length),
                 digests=random.bytes(count * DIGEST_BYTES),
             ),
-            inline={f"per_rank.{rank}.random": bytes(100)} | ({"step": b"%d" % save} if rank == 0 else {}),
+            inline={f"per_rank.{rank}.random": b'"%s"' % bytes(100).hex().encode()}
+            | ({"step": b"%d" % save} if rank == 0 else {}),
             stored=(),
             first_blocks=b"",
             live_bytes=np.zeros(0, dtype=np.int64),
