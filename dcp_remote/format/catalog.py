@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from dcp_remote.errors import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CommitConflictError,
     FencedError,
     InvalidArgumentError,
@@ -224,9 +225,17 @@ def thin_entry(catalog: Catalog, thin: Entry, *, seen: str) -> Catalog | None:
 
 
 def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
-    """Pin or unpin the checkpoint of a step. Return None if nothing changes, also if there is no such checkpoint."""
+    """Pin or unpin the checkpoint of a step. Return None if nothing changes."""
+    entry = _require_entry(catalog, step)
+    return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
+
+
+def _require_entry(catalog: Catalog, step: int) -> Entry:
+    """Return the checkpoint of a step: one that has gone is not pinned or named, and must not seem to be."""
     entry = catalog.entry_at(step)
-    return None if entry is None or entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
+    if entry is None:
+        raise CheckpointNotFoundError("No checkpoint of this step is live.", step=step)
+    return entry
 
 
 def label_entry(
@@ -254,11 +263,11 @@ def label_entry(
 
 
 def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool) -> Catalog | None:
-    """Give names to the checkpoint of a step, in one revision. Return None if nothing changes, as by `pin_entry`.
+    """Give names to the checkpoint of a step, in one revision. Return None if it has all of them.
 
     Names that other checkpoints have are refused, or taken from them if `move` is true.
     """
-    entry = catalog.entry_at(step)
+    entry = _require_entry(catalog, step)
     given = tuple(dict.fromkeys(names))
     others = [live for live in catalog.entries if live.step != step and not set(live.names).isdisjoint(given)]
     if others and not move:
@@ -267,7 +276,7 @@ def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool)
             step=step,
             names=", ".join(f"{name} (step {live.step})" for live in others for name in live.names if name in given),
         ).advise(move="move=True moves them here")
-    if entry is None or set(given).issubset(entry.names):
+    if set(given).issubset(entry.names):
         return None
     added = (name for name in given if name not in entry.names)
     return _changed(catalog, replace(entry, names=(*entry.names, *added)))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_remote.errors import (
+    CheckpointNotFoundError,
     CommitConflictError,
     DcpRemoteError,
     FencedError,
@@ -25,6 +26,7 @@ from dcp_remote.format.catalog import (
     Entry,
     add_entry,
     label_entry,
+    name_entry,
     pin_entry,
     raise_floor,
     raise_revision,
@@ -308,7 +310,9 @@ def test_pinning() -> None:
     assert pin_entry(after, 2, pin=True) is None
     assert pin_entry(after, 2, pin=False) == replace(THREE, revision=12)
     assert pin_entry(THREE, 2, pin=False) is None
-    assert pin_entry(THREE, 9, pin=True) is None
+    for change in (partial(pin_entry, pin=True), partial(name_entry, names=["best"], move=True)):
+        with pytest.raises(CheckpointNotFoundError, match="step=9"):
+            change(THREE, 9)
 
 
 def test_labels_of_a_repeated_save() -> None:
