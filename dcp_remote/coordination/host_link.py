@@ -402,8 +402,10 @@ class HostLink:
             case None if self._leader is leader:
                 self._leader = self.news = None
                 self._wake()
-                time.sleep(_RETRY_SECONDS)
-                self._may_join = self._may_join and self._refusals < _REFUSALS_MAX
+                time.sleep(_RETRY_SECONDS)  # a process that refuses this rank would be asked without end
+                if self._refusals >= _REFUSALS_MAX:
+                    self._may_join = False
+                    logger.info("rank %d: no link to the other ranks of this host: each connection ended", self._rank)
                 self._join()
         self._documents.hear_leader(frame)
 

@@ -113,7 +113,7 @@ def require_settings(settings: Mapping[str, Any], *, listens: bool = False) -> N
             raise InvalidArgumentError(
                 "CheckpointManager has no such setting.", setting=name, near=near[0] if near else None
             )
-    for name in {"save_policy"} if listens else {"save_policy", "notice_seconds"}:
+    for name in ("save_policy",) if listens else ("save_policy", "notice_seconds"):
         if settings.get(name) is not None:
             logger.warning("%s has no effect here: the framework decides when to save, and does not ask for it", name)
 

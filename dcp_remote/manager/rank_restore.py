@@ -288,8 +288,14 @@ class RankRestore:
             # Refused before training begins, because the first save would be refused hours later.
             require_no_checkpoint_by_itself(RetryingStore(store, Deadline(retry_seconds())))
             catalog, request = read_early(), self.request
-            asked_for = {"must_exist": request.must_exist, "starts_over": request.starts_over}
-            newest = partial(find_newest, catalog, store, **asked_for, retry_seconds=retry_seconds())
+            newest = partial(
+                find_newest,
+                catalog,
+                store,
+                must_exist=request.must_exist,
+                starts_over=request.starts_over,
+                retry_seconds=retry_seconds(),
+            )
             if step is None and newest() is None:
                 return None
             if catalog is None:

@@ -274,8 +274,14 @@ class Deletions:
                 continue
             # The key has the revision of the catalog that was read, not that of the checkpoint: gc goes by it.
             key = manifest_key(revision=now.revision, step=entry.step)
-            made = replace(entry, manifest=key, thinned=thin.run.thinned, size_bytes=thin.total_bytes)
-            ready[entry.manifest] = replace(made, began_revision=now.revision), manifest_json.encode(thin)
+            made = replace(
+                entry,
+                manifest=key,
+                thinned=thin.run.thinned,
+                size_bytes=thin.total_bytes,
+                began_revision=now.revision,
+            )
+            ready[entry.manifest] = made, manifest_json.encode(thin)
             self.named.remember(key, thin.shards.keys)
         return ready, unreadable
 

@@ -174,6 +174,18 @@ def test_operations_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts == {"add": 2, "set": 3, "check": 1, "multi_get": 2, "compare_set": 2, "delete_key": 4}
 
 
+def assert_two_operations_of_linked_ranks() -> None:
+    name = uuid.uuid4().hex
+
+    def part(ranks: RankGroup) -> object:
+        ranks._member._link_name = lambda: name
+        return together(ranks)
+
+    with rank_threads(4) as them:
+        for _ in range(2):
+            assert [result.value for result in them.run(part)] == expected(4)
+
+
 def test_ranks_that_can_have_no_link_ask_over_the_connections_of_their_heartbeats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,15 +199,7 @@ def test_ranks_that_can_have_no_link_ask_over_the_connections_of_their_heartbeat
 
     monkeypatch.setattr(HostLink, "begin", lambda *_: False)
     monkeypatch.setattr(GroupMember, "take_client", take_noted)
-    name = uuid.uuid4().hex
-
-    def part(ranks: RankGroup) -> object:
-        ranks._member._link_name = lambda: name
-        return together(ranks)
-
-    with rank_threads(4) as them:
-        for _ in range(2):
-            assert [result.value for result in them.run(part)] == expected(4)
+    assert_two_operations_of_linked_ranks()
     assert set(taken) == {0}
 
 
@@ -206,7 +210,7 @@ def test_ranks_whose_links_cannot_speak_ask_over_the_connections_of_their_heartb
 
     Their requests wait for an answer: if the connection breaks, they are made again over the heartbeat's next.
     """
-    start, refused, name = threading.Thread.start, list[threading.Thread](), uuid.uuid4().hex
+    start, refused = threading.Thread.start, list[threading.Thread]()
     append, confirmed = Client.append, list[bool]()
 
     def note(client: Client, series: str, value: bytes, *, is_confirmed: bool = False) -> None:
@@ -222,14 +226,7 @@ def test_ranks_whose_links_cannot_speak_ask_over_the_connections_of_their_heartb
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_unless_speaker)
-
-    def part(ranks: RankGroup) -> object:
-        ranks._member._link_name = lambda: name
-        return together(ranks)
-
-    with rank_threads(4) as them:
-        for _ in range(2):
-            assert [result.value for result in them.run(part)] == expected(4)
+    assert_two_operations_of_linked_ranks()
     assert refused
     assert confirmed
     assert all(confirmed)

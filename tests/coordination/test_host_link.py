@@ -583,6 +583,14 @@ def test_a_frame_that_is_lost_is_sent_again(host: Host, number: int, monkeypatch
     link.close()
 
 
+def assert_speaks_for_itself(host: Host, link: HostLink) -> None:
+    host.collect(0, 1)
+    host.client.put("0/out", b"answer")
+    wait_until(lambda: link.answer("0/out") == b"answer")
+    assert link.failure is None
+    link.close()
+
+
 def test_a_sandbox_that_does_not_tell_who_connects(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that cannot know a member refuses it; both go on, each for itself."""
     link = HostLink(host.name, 1, lambda: host.client, lambda _: iter([0.01] * 1000))
@@ -593,11 +601,7 @@ def test_a_sandbox_that_does_not_tell_who_connects(host: Host, monkeypatch: pyte
         stranger.settimeout(30)
         stranger.connect(link._address)
         assert stranger.recv(1) == b""
-    host.collect(0, 1)
-    host.client.put("0/out", b"answer")
-    wait_until(lambda: link.answer("0/out") == b"answer")
-    assert link.failure is None
-    link.close()
+    assert_speaks_for_itself(host, link)
 
 
 def test_a_leader_that_refuses_this_rank(host: Host) -> None:
@@ -615,11 +619,7 @@ def test_a_leader_that_refuses_this_rank(host: Host) -> None:
                 refused += 1
             stranger.settimeout(0.5)
     assert refused == 100
-    host.collect(0, 1)
-    host.client.put("0/out", b"answer")
-    wait_until(lambda: link.answer("0/out") == b"answer")
-    assert link.failure is None
-    link.close()
+    assert_speaks_for_itself(host, link)
 
 
 def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> None:
