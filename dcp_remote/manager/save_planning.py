@@ -45,6 +45,7 @@ from dcp_remote.saving.rank_differences import (
     find_unequal,
     group_by_digest,
     make_value_error,
+    require_equal_options,
 )
 from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.serialization.state_dict import TensorRoles
@@ -244,12 +245,18 @@ class _Decisions:
         return [answer._replace(share=share) for share in self.arrange_tables(tables)]
 
     def arrange_tables(self, tables: Sequence[PlanTable]) -> list[Share]:
-        """Decide which rank writes what; return the share of each rank."""
+        """Decide which rank writes what; return the share of each rank.
+
+        Raises:
+            InvalidArgumentError: Ranks hold different options of an optimizer's group.
+        """
         arrangement = arrange(
             tables,
             to_lowest_rank=self._planning.replicas == "coordinator",
             compared=self._planning.compared if self._planning.replicas == "equal" else None,
         )
+        if self._planning.replicas == "equal":
+            require_equal_options(arrangement.differing)
         self._sets, self.planned = arrangement.sets, arrangement.planned
         new = [difference for difference in arrangement.differing if difference.name not in self._planning.reported]
         if new:

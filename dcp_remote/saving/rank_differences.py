@@ -1,12 +1,14 @@
 """Differences between ranks in the values that they save under one name, of which a checkpoint holds one.
 
-Tensors of different shapes or dtypes are refused before anything is uploaded, and so are parameters and states of
-optimizers with different values. Objects with different values are named in a warning, because a time or a host name in
-the state does no harm; buffers in a line of the log, because under DDP each forward pass makes statistics differ.
+Tensors of different shapes or dtypes are refused before anything is uploaded, and so are parameters, states of
+optimizers and options of their groups with different values. Other objects with different values are named in a
+warning, because a time or a host name in the state does no harm; buffers in a line of the log, because under DDP each
+forward pass makes statistics differ.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -19,11 +21,20 @@ NAMED_MAX = 10
 _PROPERTIES_MAX = 3
 _RANKS_MAX = 4
 
+# Option of an optimizer's group. The names of its parameters differ between the stages of a pipeline, and may.
+_GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$)")
+
 # Name, dtype and global shape of each tensor of a rank; of an object "object" and no shape.
 Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 # Ranks of one set of tensors whose digests are listed tensor by tensor, one for each digest of the whole set.
 _LISTING_RANKS_MAX = 16
+
+# Advice on what may differ.
+_LOWEST_RANKS = (
+    'CheckpointManager(…, replicas="coordinator") saves those of the lowest rank, where values are to differ for now, '
+    "as in local SGD"
+)
 
 # Digests of each set of tensors that a rank compares with others, by the number of the set.
 SetDigests: TypeAlias = Mapping[int, bytes]
@@ -145,9 +156,20 @@ def make_value_error(unequal: Mapping[str, Sequence[str]]) -> InvalidArgumentErr
         names=len(unequal),
     ).advise(
         PerRank="PerRank(optimizer) in the state saves the parts of all ranks, where each keeps its own",
-        replicas='CheckpointManager(…, replicas="coordinator") saves those of the lowest rank, where values are to '
-        "differ for now, as in local SGD",
+        replicas=_LOWEST_RANKS,
     )
+
+
+def require_equal_options(differing: Iterable[ObjectDifference]) -> None:
+    """Refuse options of optimizers' groups that ranks hold different values of: all would restore the lowest rank's."""
+    found = [difference for difference in differing if _GROUP_OPTION.search(difference.name)]
+    if found:
+        raise InvalidArgumentError(
+            "Groups of parameters have other options on other ranks, of which a checkpoint holds one rank's; nothing "
+            "was uploaded. Give the optimizers of all ranks the same groups in the same order, as in all stages of a "
+            "pipeline, where a group may be empty; or save every rank's: PerRank(optimizer).",
+            differing=_list_first(found, NAMED_MAX),
+        ).advise(replicas=_LOWEST_RANKS)
 
 
 def describe_buffer_differences(names: Collection[str]) -> str:

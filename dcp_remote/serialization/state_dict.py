@@ -141,6 +141,9 @@ def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | 
     own = {key: (value,) for key, value in values.items() if isinstance(state[key], PerRank)}
     shared = {key: value for key, value in values.items() if key not in own}
     flat = flatten_state(shared | {PER_RANK_KEY: {str(rank): own}} if own else shared)
+    for name, value in flat.values.items():  # also those of modules and optimizers
+        if isinstance(value, torch.Tensor):
+            _require_shape(value, flat.paths[name])
     held = {key: values[key] for key in own} | flat.values  # those of this rank without their tuple
     imitations = [
         name for name, value in held.items() if isinstance(value, (tuple, list, dict)) and holds_imitation(value)

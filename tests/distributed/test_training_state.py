@@ -374,14 +374,17 @@ def test_states_keep_their_dtypes_when_they_are_resharded(wrapper: str, rank_poo
 
 
 def refuse_partial(url: str) -> list[str]:
-    """Save, and restore into, a DTensor with a Partial placement; return the messages."""
+    """Save, also as a module's buffer, and restore into, a DTensor with a Partial placement; return the messages."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     with managing(url) as checkpoints:
         checkpoints.save(1, {"x": {"w": torch.ones(4)}}, wait=True)
         partial = {"x": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}
+        module = nn.Module()
+        module.register_buffer("w", partial["x"]["w"])
         calls: list[Callable[[], object]] = [
             lambda: checkpoints.save(2, partial, wait=True),
+            lambda: checkpoints.save(2, {"x": module}, wait=True),
             lambda: checkpoints.restore(partial),
         ]
         for call in calls:

@@ -154,6 +154,39 @@ def test_ranks_that_trained_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(saved["big"], torch.zeros(4096, 64))
 
 
+def test_stages_of_a_pipeline_have_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other options at one position are refused: a stage would restore those of another. A group may be empty."""
+    store = MemoryStore()
+
+    def stage(rank: int, *, has_empty_groups: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2)} | ({"embedding": nn.Linear(2, 2)} if not rank else {}))
+        groups = [{"params": layers["embedding"].parameters() if not rank else [], "lr": 0.5}]
+        groups = groups if has_empty_groups or not rank else []
+        groups.append({"params": layers[f"layer{rank}"].parameters(), "lr": 0.1})
+        return layers, torch.optim.SGD(groups, lr=1.0)
+
+    def state(rank: int, *, has_empty_groups: bool) -> State:
+        model, optimizer = stage(rank, has_empty_groups=has_empty_groups)
+        return {"model": model, "optim": optimizer}
+
+    with saving(monkeypatch, store) as save:
+        told = ("optim.param_groups.0.lr (2 values on 3 ranks", "a group may be empty")
+        require_refused(save(1, lambda rank: state(rank, has_empty_groups=False)), *told)
+        assert save(1, lambda rank: state(rank, has_empty_groups=True)) == SAVED
+    with rank_threads(RANKS) as them:
+        managers = managers_of(them, store, monkeypatch)
+        states = [state(rank, has_empty_groups=True) for rank in range(RANKS)]
+        for own in states:
+            for group in own["optim"].param_groups:
+                group["lr"] = 0.0
+        assert [one.error for one in them.run(lambda group: managers[group.rank].restore(states[group.rank]))] == SAVED
+        for manager in reversed(managers):
+            manager.close()
+    assert [[group["lr"] for group in own["optim"].param_groups] for own in states] == [[0.5, 0.1]] * RANKS
+    with saving(monkeypatch, MemoryStore(), replicas="coordinator") as save:
+        assert save(1, lambda rank: state(rank, has_empty_groups=False)) == SAVED
+
+
 @pytest.mark.parametrize("place", ["state_dict", "extra"])
 def test_plain_tensors_are_compared(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of which nothing is known is refused, unless its name is that of BatchNorm's statistics."""
