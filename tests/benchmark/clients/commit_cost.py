@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import pickle
 import sys
 import threading
@@ -269,7 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-parallel", type=int, default=16)
     parser.add_argument("--stages", type=int, default=16)
     parser.add_argument("--tensors", type=int, default=214, help="tensors of a stage")
+    parser.add_argument("--freeze", action="store_true", help="take what is imported out of full collections")
     options = parser.parse_args(arguments)
+    if options.freeze:
+        gc.freeze()
     layout, costs = Layout(options.data_parallel, options.stages, options.tensors), [Cost()]
     with short_switch_interval():
         planned = plan(layout, costs[0])
