@@ -24,8 +24,10 @@ from dcp_remote.format.manifest import RAW, Manifest
 from dcp_remote.format.shard import SEPARATE_BYTES_MIN
 from dcp_remote.loading.downloads import RANGE_BYTES_MAX
 
-# Largest gap between two ranges of a shard that are fetched as one: 16 KiB cost less than a request.
-GAP_BYTES = 16 * KiB
+# Largest gap between two ranges of a shard that are fetched as one: 128 KiB cost 0.1 ms of CPU, and a request 0.7 ms.
+# Of a model of 8B parameters, saved by 4,096 ranks and loaded by 3,072, each rank makes 43 requests for 72 MB; with
+# 16 KiB it would make 334 for 42 MB, a million in all.
+GAP_BYTES = 128 * KiB
 
 # Limit of the ranges of one load: at 8 MiB each 16 TiB, which fit into no process, and a list of half a gigabyte. Only
 # forged sizes in a manifest lead beyond.
