@@ -5,8 +5,8 @@ Here `http.client` reads into the destination. Everything unusual is left to obs
 proxy, an answer other than the requested bytes, a broken connection, an untrusted certificate. So no rule of HTTP or of
 a cloud is implemented twice, and no range depends on direct reads.
 
-A store may refuse signed URLs, or a middlebox may cut every connection that carries one. If obstore reads what direct
-reads could not, three times in a row, direct reads are paused. Reads that were under way together fail together, as
+A store may refuse signed URLs, or a middlebox may cut every connection that carries one. Once obstore has read what
+direct reads could not, three times in a row, it reads all ranges. Reads that were under way together fail together, as
 when a load balancer restarts; they count as one.
 
 One GET per range; a second one, by obstore, if the first is late (`common.hedging`).
@@ -34,18 +34,17 @@ from dcp_remote.common.hedging import LatencyTracker
 from dcp_remote.common.threads import CallOnce, Workers
 from dcp_remote.common.units import KiB
 from dcp_remote.storage.cloud.errors import is_slow_down
-from dcp_remote.storage.cloud.tls_stream import ByteStream, StreamConnection, do_nothing
+from dcp_remote.storage.cloud.tls_stream import ByteStream, do_nothing, open_stream
 from dcp_remote.storage.request_context import remaining_seconds, require_may_write, writes_nothing
 
 logger = logging.getLogger(__name__)
 
 # Outcome of a direct read; unless "direct", obstore has to read the range. "failed": this read failed, or the last two
-# met a busy store. "skipped": direct reads are paused, or not possible.
+# met a busy store. "skipped": direct reads have ended, or are not possible.
 Outcome: TypeAlias = Literal["direct", "failed", "skipped"]
 
-# Ranges in a row that only obstore could read before direct reads are paused, and the length of the pause.
+# Ranges in a row that only obstore could read, after which direct reads end.
 _FAILED_MAX = 3
-_PAUSE_SECONDS = 60.0
 
 # Busy answers in a row, but for the store's own "SlowDown", after which obstore reads one range.
 _BUSY_MAX = 2
@@ -75,56 +74,40 @@ class _OvertakenError(Exception):
 class DirectReads:
     """Direct reads of one bucket over connections that are kept. Safe to use from many threads."""
 
-    def __init__(
-        self,
-        bucket: str,
-        *,
-        connect_seconds: float,
-        silence_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, bucket: str, *, connect_seconds: float, silence_seconds: float) -> None:
         """Open no connection. The limits are for opening one, and for the time between two arrivals of bytes."""
         self._bucket = bucket
         self._connect_seconds = connect_seconds
         self.silence_seconds = silence_seconds
-        self._clock = clock
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
         self._failed_seconds = float("-inf")
         self._busy_in_a_row = 0
-        self._again_at = 0.0
         self.latencies = LatencyTracker()
         self._context: ssl.SSLContext | None = None
-        self._idle: list[tuple[float, str, StreamConnection]] = []
+        self._idle: list[tuple[float, str, ByteStream]] = []
         self.hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
         # A store has no `close`: close connections and threads when this object is garbage-collected.
         weakref.finalize(self, _close_all, self._idle)
         weakref.finalize(self, self.hedges.shutdown, wait=False)
 
     def note_failed(self, began_seconds: float) -> None:
-        """Note that obstore has read a range after a failed direct read; pause direct reads after three in a row.
+        """Note that obstore has read a range after a failed direct read; end direct reads after three in a row.
 
         `began_seconds` is the time by `time.monotonic` at which the first request was sent.
         """
         with self._lock:
             if began_seconds < self._failed_seconds:
                 return
-            self._failed_seconds = self._clock()
-            self._failed_in_a_row = failed_in_a_row = self._failed_in_a_row + 1
-            is_paused, is_first = failed_in_a_row >= _FAILED_MAX, not self._again_at
-            if is_paused:
-                self._again_at = self._clock() + _PAUSE_SECONDS
-        if not is_paused:
-            text = "obstore reads a range after a failed direct read. bucket=%s in_a_row=%d"
-            logger.debug(text, self._bucket, failed_in_a_row)
-            return
-        logger.log(
-            logging.WARNING if is_first else logging.DEBUG,
-            "Direct reads of this store fail; obstore reads the ranges, at more CPU. Look for a proxy or firewall that "
-            "cuts or refuses signed URLs. bucket=%s next_try_seconds=%d",
-            self._bucket,
-            _PAUSE_SECONDS,
-        )
+            self._failed_seconds = time.monotonic()
+            self._failed_in_a_row += 1
+            is_last = self._failed_in_a_row == _FAILED_MAX
+        if is_last:
+            logger.warning(
+                "Direct reads of this store fail; from now on obstore reads the ranges, at more CPU. Look for a proxy "
+                "or firewall that cuts or refuses signed URLs. bucket=%s",
+                self._bucket,
+            )
 
     def read(
         self,
@@ -138,9 +121,8 @@ class DirectReads:
     ) -> Outcome:
         """Read a range into `buffer`; unless the result is "direct", obstore has to read the range.
 
-        `sign` returns the signed URL; None skips this read. Skipped are reads while direct reads are paused, except
-        one after each pause. After two busy answers in a row obstore finds out whether the store is busy or refuses
-        signed URLs.
+        `sign` returns the signed URL; None skips this read. After two busy answers in a row obstore finds out whether
+        the store is busy or refuses signed URLs.
 
         If the read is late, `hedge` reads the same range by obstore, in another thread with a copy of this context.
         Without `hedge`, no second request is sent. `seconds` limits the whole read.
@@ -155,9 +137,7 @@ class DirectReads:
                 self._busy_in_a_row = 0
                 return "failed"
             if self._failed_in_a_row >= _FAILED_MAX:
-                if self._clock() < self._again_at:
-                    return "skipped"
-                self._again_at = self._clock() + _PAUSE_SECONDS
+                return "skipped"
         url = sign()
         if url is None:
             return "skipped"
@@ -168,8 +148,7 @@ class DirectReads:
                 # A connection that was closed while idle, or just now: in that case a new one fails as well.
                 with suppress(ConnectionResetError, BrokenPipeError):
                     return self._read(kept, request)
-            context = self._get_context(verify=verify) if url.startswith("https:") else None
-            return self._read(request.make_connection(context), request)
+            return self._read(self._open(request, verify=verify), request)
         except BusyError as error:
             with self._lock:
                 self._busy_in_a_row += not is_slow_down(error)
@@ -181,12 +160,12 @@ class DirectReads:
         except (OSError, http.client.HTTPException):
             return "failed"  # obstore resolves names, verifies certificates and parses answers by itself
 
-    def _read(self, connection: StreamConnection, request: _RangeRequest) -> Outcome:
+    def _read(self, stream: ByteStream, request: _RangeRequest) -> Outcome:
         buffer, is_reusable = request.buffer, False
+        connection = http.client.HTTPConnection(request.host, request.port)
+        connection.sock = stream
+        stream.check = partial(request.check, stream)
         try:
-            with writes_nothing():
-                stream = connection.open(min(self._connect_seconds, request.seconds))
-            stream.check = partial(request.check, stream)
             connection.request("GET", request.target, headers=request.headers)
             with connection.getresponse() as answer:
                 if answer.status in _BUSY:
@@ -199,16 +178,20 @@ class DirectReads:
         except _OvertakenError as overtaken:
             buffer[:] = overtaken.args[0]
         finally:
-            if connection.stream is not None:
-                connection.stream.check = do_nothing  # breaks a cycle that keeps the caller's memory alive
+            stream.check = do_nothing  # breaks a cycle that keeps the caller's memory alive
             if is_reusable:
-                self._keep(request.server, connection)
+                self._keep(request.server, stream)
             else:
-                connection.disconnect()
+                stream.disconnect()
         self.latencies.record(len(buffer), time.monotonic() - request.began_seconds)
         with self._lock:
             self._failed_in_a_row = self._busy_in_a_row = 0
         return "direct"
+
+    def _open(self, request: _RangeRequest, *, verify: bool | str | None) -> ByteStream:
+        context = self._get_context(verify=verify) if request.is_tls else None
+        with writes_nothing():
+            return open_stream(request.host, request.port, context, seconds=min(self._connect_seconds, request.seconds))
 
     def _get_context(self, *, verify: bool | str | None) -> ssl.SSLContext:
         with self._lock:
@@ -219,20 +202,19 @@ class DirectReads:
                     self._context.verify_mode = ssl.CERT_NONE
             return self._context
 
-    def _take_idle(self, server: str) -> StreamConnection | None:
+    def _take_idle(self, server: str) -> ByteStream | None:
         while True:
             with self._lock:
                 if not self._idle:
                     return None
-                since_seconds, connected_to, connection = self._idle.pop()
-            is_fresh = time.monotonic() - since_seconds < _IDLE_SECONDS
-            if is_fresh and connected_to == server and connection.stream is not None and connection.stream.is_quiet():
-                return connection
-            connection.disconnect()
+                since_seconds, connected_to, stream = self._idle.pop()
+            if time.monotonic() - since_seconds < _IDLE_SECONDS and connected_to == server and stream.is_quiet():
+                return stream
+            stream.disconnect()
 
-    def _keep(self, server: str, connection: StreamConnection) -> None:
+    def _keep(self, server: str, stream: ByteStream) -> None:
         with self._lock:
-            self._idle.append((time.monotonic(), server, connection))
+            self._idle.append((time.monotonic(), server, stream))
             oldest = self._idle.pop(0)[2] if len(self._idle) > _IDLE_MAX else None
         if oldest is not None:
             oldest.disconnect()
@@ -252,23 +234,21 @@ class _RangeRequest:
         hedge: Callable[[], memoryview] | None,
     ) -> None:
         self._reads = reads
-        self._parts = urlsplit(url)
-        self.server = f"{self._parts.scheme}://{self._parts.netloc}"
-        self.target = f"{self._parts.path}?{self._parts.query}" if self._parts.query else self._parts.path
+        parts = urlsplit(url)
+        self.is_tls = parts.scheme == "https"
+        self.host = parts.hostname or ""
+        self.port = parts.port or (http.client.HTTPS_PORT if self.is_tls else http.client.HTTP_PORT)
+        self.server = f"{parts.scheme}://{parts.netloc}"
+        self.target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         self._range = f"{start}-{start + len(buffer) - 1}"
         # The host as it was signed.
-        self.headers = {"Host": self._parts.netloc, "Range": f"bytes={self._range}"}
+        self.headers = {"Host": parts.netloc, "Range": f"bytes={self._range}"}
         self.buffer = buffer
         self.seconds = seconds
         self.began_seconds = time.monotonic()
         self._late_seconds = reads.latencies.late_seconds(len(buffer))
         self._hedge = hedge
         self._hedged: Future[memoryview] | None = None
-
-    def make_connection(self, context: ssl.SSLContext | None) -> StreamConnection:
-        """Return a connection to the server, which is not open; `context` is that of https."""
-        port = self._parts.port or (http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT)
-        return StreamConnection(self._parts.hostname or "", port, context=context)
 
     def is_answer(self, answer: http.client.HTTPResponse) -> bool:
         """Return whether an answer has exactly the bytes of this range."""
@@ -301,9 +281,9 @@ class _RangeRequest:
                 self._hedged = call.future
 
 
-def _close_all(idle: list[tuple[float, str, StreamConnection]]) -> None:
-    for _, _, connection in idle:
-        connection.disconnect()
+def _close_all(idle: list[tuple[float, str, ByteStream]]) -> None:
+    for _, _, stream in idle:
+        stream.disconnect()
     idle.clear()
 
 

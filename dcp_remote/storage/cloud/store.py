@@ -48,7 +48,7 @@ from dcp_remote.storage.cloud.errors import (
 )
 from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_failure
 from dcp_remote.storage.cloud.google import GoogleCloud
-from dcp_remote.storage.cloud.provider import Provider
+from dcp_remote.storage.cloud.provider import Client, Provider
 from dcp_remote.storage.cloud.s3 import S3
 from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
@@ -163,13 +163,26 @@ class CloudStore(PlacedStore):
         path = self._place.key(key)
         stop = start + len(buffer)
 
+        def client() -> Client:
+            return self._bucket.get_client(download=True, size_bytes=len(buffer))
+
         def read_with_obstore() -> memoryview:
-            client = self._bucket.get_client(download=True, size_bytes=len(buffer))
-            return memoryview(obstore.get_range(client, path, start=start, end=stop))
+            return memoryview(obstore.get_range(client(), path, start=start, end=stop))
 
         def request() -> None:
-            signed_with, began_seconds = self._provider.credentials.last_given, time.monotonic()
-            outcome = self._read_directly(path, start, buffer, read_with_obstore)
+            provider, bucket = self._provider, self._bucket
+            signed_with, began_seconds = provider.credentials.last_given, time.monotonic()
+            outcome: Outcome = "skipped"
+            if not is_reread():
+                outcome = bucket.direct.read(
+                    lambda: provider.sign_get(client(), path),
+                    start,
+                    buffer,
+                    verify=provider.verify(),
+                    seconds=bucket.request_seconds(len(buffer)),
+                    # An overloaded store gets no second requests.
+                    hedge=None if bucket.throttle.is_overloaded else read_with_obstore,
+                )
             if outcome != "direct":
                 try:
                     with writes_nothing():
@@ -180,7 +193,7 @@ class CloudStore(PlacedStore):
                     if code is None and is_short and remaining_seconds():
                         # A 416 without a code, or a 200 for an empty object: only a HEAD tells that it is short.
                         with writes_nothing(), suppress(*FAILURES):
-                            size_bytes = obstore.head(self._bucket.get_client(download=True), path)["size"]
+                            size_bytes = obstore.head(bucket.get_client(download=True), path)["size"]
                     if code != SHORT_OBJECT_CODE and (size_bytes is None or size_bytes >= stop):
                         raise
                     raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=stop) from None
@@ -189,25 +202,10 @@ class CloudStore(PlacedStore):
                     raise make_short_error(self._named(key), size_bytes=size_bytes, start=start, stop=stop)
                 buffer[:] = data
                 # Credentials renewed in between mean that the store refused the old ones, and not direct reads.
-                if outcome == "failed" and signed_with in (None, self._provider.credentials.last_given):
-                    self._bucket.direct.note_failed(began_seconds)
+                if outcome == "failed" and signed_with in (None, provider.credentials.last_given):
+                    bucket.direct.note_failed(began_seconds)
 
         self._send("get_into", key, request)
-
-    def _read_directly(self, path: str, start: int, buffer: memoryview, hedge: Callable[[], memoryview]) -> Outcome:
-        """Try to read a range directly; "skipped" also where ranges are never read so."""
-        provider, size_bytes = self._provider, len(buffer)
-        if is_reread():
-            return "skipped"
-        is_overloaded = self._bucket.throttle.is_overloaded  # so that no second requests are sent
-        return self._bucket.direct.read(
-            lambda: provider.sign_get(self._bucket.get_client(download=True, size_bytes=size_bytes), path),
-            start,
-            buffer,
-            verify=provider.verify(),
-            seconds=self._bucket.request_seconds(size_bytes),
-            hedge=None if is_overloaded else hedge,
-        )
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. One PUT, whatever the size; S3 verifies a CRC64NVME before it answers."""

@@ -1,4 +1,4 @@
-"""HTTP connections that read the bytes of a socket, plain or TLS, into the caller's memory.
+"""Streams of the bytes of a socket, plain or TLS, that `http.client` reads into the caller's memory.
 
 Python's own TLS socket asks the kernel twice for each record of 16 KiB. Here one system call takes up to 256 KiB, and
 OpenSSL decrypts the records from there, for one connection at a time: a load of 1.15 GiB over sixteen connections costs
@@ -9,7 +9,6 @@ A thread that waits for bytes wakes up four times a second to check limits and a
 
 from __future__ import annotations
 
-import http.client
 import io
 import select
 import socket
@@ -56,20 +55,16 @@ def _connect(host: str, port: int, seconds: float) -> socket.socket:
     found.sort(key=lambda info: info[0] != _families.get(host, info[0]))
     brief = [(info, _NEXT_ADDRESS_SECONDS) for info in found] if len(found) > 1 else []
     error: OSError = OSError("The host has no address.")
-    for (family, kind, protocol, _, address), limit_seconds in [
-        *brief,
-        *((info, seconds / len(found)) for info in found),
-    ]:
-        left_seconds = max(0.001, deadline - time.monotonic())
-        sock = socket.socket(family, kind, protocol)
-        sock.settimeout(min(left_seconds, limit_seconds))
+    for info, limit_seconds in [*brief, *((info, seconds / len(found)) for info in found)]:
+        sock = socket.socket(*info[:3])
+        sock.settimeout(min(max(0.001, deadline - time.monotonic()), limit_seconds))
         try:
-            sock.connect(address)
+            sock.connect(info[4])
         except OSError as failure:
             sock.close()
             error = failure
         else:
-            _families[host] = family
+            _families[host] = info[0]
             return sock
     raise error
 
@@ -233,32 +228,12 @@ class TlsStream(ByteStream):
             self._sock.sendall(self._to_send.read())
 
 
-class StreamConnection(http.client.HTTPConnection):
-    """HTTP connection that reads from a `ByteStream`, or `TlsStream` if there is a context. Ends with `disconnect`."""
-
-    def __init__(self, host: str, port: int, *, context: ssl.SSLContext | None) -> None:
-        """Open nothing."""
-        super().__init__(host, port)
-        self._context = context
-        self.stream: ByteStream | None = None
-
-    def open(self, seconds: float) -> ByteStream:
-        """Connect, and shake hands, in `seconds` each; do nothing if the connection is open."""
-        if self.stream is None:
-            sock = _connect(self.host, self.port, seconds)
-            try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self._context is None:
-                    self.stream = ByteStream(sock)
-                else:
-                    self.stream = TlsStream(sock, self._context, self.host, seconds=seconds)
-            except BaseException:
-                sock.close()
-                raise
-            self.sock = self.stream
-        return self.stream
-
-    def disconnect(self) -> None:
-        """Close the socket; `close`, which `http.client` calls, leaves it open."""
-        if self.stream is not None:
-            self.stream.disconnect()
+def open_stream(host: str, port: int, context: ssl.SSLContext | None, *, seconds: float) -> ByteStream:
+    """Connect, and shake hands if there is a context, in `seconds` each."""
+    sock = _connect(host, port, seconds)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return ByteStream(sock) if context is None else TlsStream(sock, context, host, seconds=seconds)
+    except BaseException:
+        sock.close()
+        raise

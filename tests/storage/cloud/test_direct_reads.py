@@ -7,11 +7,9 @@ import itertools
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,28 +163,6 @@ def test_other_answers_are_left_to_obstore(status: int) -> None:
         for _ in range(10):
             assert read(store, 0, 100) == DATA[:100]
     assert [is_direct(request) for request in server.requests] == [True, False] * 3 + [False] * 7
-
-
-def test_direct_reads_are_tried_again_after_a_pause() -> None:
-    """Refuse signed URLs for a while: one range is tried a minute later by the clock; its success ends the pause."""
-    refuses = [True]
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(403, b"", OBJECT_HEADERS) if refuses and is_direct(request) else answer_range(request, DATA)
-
-    with scripted_server(answer) as server:
-        store = open_at(server.endpoint_url)
-        for _ in range(5):
-            read(store, 0, 100)
-        began_seconds = time.monotonic()
-        for passed_seconds, expected in ((59, [False] * 2), (61, [True, False, False]), (122, [True] * 2)):
-            if passed_seconds == 122:
-                refuses.clear()
-            server.requests.clear()
-            store._bucket.direct._clock = partial(float, began_seconds + passed_seconds)
-            for _ in range(2):
-                assert read(store, 0, 100) == DATA[:100]
-            assert [is_direct(request) for request in server.requests] == expected
 
 
 def test_memory_is_released_without_garbage_collection() -> None:
