@@ -1,9 +1,10 @@
 """Hedged requests: measured latencies decide when a request is late enough to be sent twice.
 
 A few requests in a hundred take many times as long as the rest: a lost packet, a busy server behind the balancer.
-Amazon advises to send the slowest few percent again over another connection, and to take the first answer ("Best
-practices design patterns: optimizing Amazon S3 performance", timeouts and retries). Where all requests are slow, second
-ones would only add load, so at most a few percent are sent twice.
+Amazon advises to send the slowest few percent again over another connection ("Best practices design patterns:
+optimizing Amazon S3 performance", timeouts and retries). Of two puts the first answer is taken; a late direct read is
+given up for the second. Where all requests are slow, second ones would only add load, so at most a few percent are
+sent twice.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def option(default: Any = None, *aliases: str, secret: bool = False, choices: tu
 class StoreOptions:
     """Options of every store: limits of the requests of one process; None for no limit."""
 
-    requests_in_flight: int | None = option()  # at a time; late reads that are sent twice count once
+    requests_in_flight: int | None = option()  # at a time
     upload_bytes_per_second: float | None = option()
     download_bytes_per_second: float | None = option()
 

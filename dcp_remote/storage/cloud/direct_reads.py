@@ -9,29 +9,27 @@ A store may refuse signed URLs, or a middlebox may cut every connection that car
 direct reads could not, three times in a row, it reads all ranges. Reads that were under way together fail together, as
 when a load balancer restarts; they count as one.
 
-One GET per range; a second one, by obstore, if the first is late (`common.hedging`).
+One GET per range; if the answer is late (`common.hedging`), it is given up, and obstore sends another one.
 """
 
 from __future__ import annotations
 
 import http.client
 import logging
+import math
 import re
 import ssl
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from contextvars import copy_context
 from functools import partial
 from http import HTTPStatus
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from dcp_remote.common.hedging import LatencyTracker
-from dcp_remote.common.threads import CallOnce, Workers
 from dcp_remote.common.units import KiB
 from dcp_remote.storage.cloud.errors import is_slow_down
 from dcp_remote.storage.cloud.tls_stream import ByteStream, do_nothing, open_stream
@@ -40,7 +38,7 @@ from dcp_remote.storage.request_context import remaining_seconds, require_may_wr
 logger = logging.getLogger(__name__)
 
 # Outcome of a direct read; unless "direct", obstore has to read the range. "failed": this read failed, or the last two
-# met a busy store. "skipped": direct reads have ended, or are not possible.
+# met a busy store. "skipped": direct reads have ended, or are not possible, or this one was late.
 Outcome: TypeAlias = Literal["direct", "failed", "skipped"]
 
 # Ranges in a row that only obstore could read, after which direct reads end.
@@ -53,9 +51,6 @@ _BUSY_MAX = 2
 _IDLE_SECONDS = 4.0
 _IDLE_MAX = 64
 
-# Hedged requests in flight at the same time.
-_HEDGES_MAX = 2
-
 # Statuses of a server that is overloaded or failing. Any other unexpected status may be due to the signed URL.
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 
@@ -67,8 +62,8 @@ class BusyError(ConnectionError):
     """The store is too busy for this request, by whatever way."""
 
 
-class _OvertakenError(Exception):
-    """The hedged request was faster; the argument is its answer."""
+class _LateError(Exception):
+    """The answer is later than almost all others: another request is probably faster."""
 
 
 class DirectReads:
@@ -86,10 +81,8 @@ class DirectReads:
         self.latencies = LatencyTracker()
         self._context: ssl.SSLContext | None = None
         self._idle: list[tuple[float, str, ByteStream]] = []
-        self.hedges = Workers(_HEDGES_MAX, "dcp_remote-second-read")
-        # A store has no `close`: close connections and threads when this object is garbage-collected.
+        # A store has no `close`: close connections when this object is garbage-collected.
         weakref.finalize(self, _close_all, self._idle)
-        weakref.finalize(self, self.hedges.shutdown, wait=False)
 
     def note_failed(self, began_seconds: float) -> None:
         """Note that obstore has read a range after a failed direct read; end direct reads after three in a row.
@@ -117,15 +110,14 @@ class DirectReads:
         *,
         verify: bool | str | None,
         seconds: float,
-        hedge: Callable[[], memoryview] | None,
+        may_repeat: bool,
     ) -> Outcome:
         """Read a range into `buffer`; unless the result is "direct", obstore has to read the range.
 
         `sign` returns the signed URL; None skips this read. After two busy answers in a row obstore finds out whether
         the store is busy or refuses signed URLs.
 
-        If the read is late, `hedge` reads the same range by obstore, in another thread with a copy of this context.
-        Without `hedge`, no second request is sent. `seconds` limits the whole read.
+        A read that is late is given up if `may_repeat`; `seconds` limits the whole read.
 
         Raises:
             BusyError: The store is too busy.
@@ -141,7 +133,7 @@ class DirectReads:
         url = sign()
         if url is None:
             return "skipped"
-        request = _RangeRequest(self, url, start, buffer, seconds=seconds, hedge=hedge)
+        request = _RangeRequest(self, url, start, buffer, seconds=seconds, may_repeat=may_repeat)
         try:
             kept = self._take_idle(request.server)
             if kept is not None:
@@ -157,6 +149,8 @@ class DirectReads:
             if not remaining_seconds():
                 raise
             return "failed"
+        except _LateError:
+            return "skipped"
         except (OSError, http.client.HTTPException):
             return "failed"  # obstore resolves names, verifies certificates and parses answers by itself
 
@@ -175,8 +169,6 @@ class DirectReads:
                 if answer.readinto(buffer) < len(buffer):
                     raise ConnectionError("The answer ended before all bytes had arrived.")
                 is_reusable = not answer.will_close
-        except _OvertakenError as overtaken:
-            buffer[:] = overtaken.args[0]
         finally:
             stream.check = do_nothing  # breaks a cycle that keeps the caller's memory alive
             if is_reusable:
@@ -221,7 +213,7 @@ class DirectReads:
 
 
 class _RangeRequest:
-    """One read of a range; checks limits, the buffer and the hedged request while its thread waits for bytes."""
+    """One read of a range; checks limits and the buffer while its thread waits for bytes."""
 
     def __init__(
         self,
@@ -231,7 +223,7 @@ class _RangeRequest:
         buffer: memoryview,
         *,
         seconds: float,
-        hedge: Callable[[], memoryview] | None,
+        may_repeat: bool,
     ) -> None:
         self._reads = reads
         parts = urlsplit(url)
@@ -246,9 +238,7 @@ class _RangeRequest:
         self.buffer = buffer
         self.seconds = seconds
         self.began_seconds = time.monotonic()
-        self._late_seconds = reads.latencies.late_seconds(len(buffer))
-        self._hedge = hedge
-        self._hedged: Future[memoryview] | None = None
+        self._late_seconds = reads.latencies.late_seconds(len(buffer)) if may_repeat else math.inf
 
     def is_answer(self, answer: http.client.HTTPResponse) -> bool:
         """Return whether an answer has exactly the bytes of this range."""
@@ -264,21 +254,12 @@ class _RangeRequest:
         require_may_write()
         now_seconds = time.monotonic()
         elapsed_seconds = now_seconds - self.began_seconds
-        if self._hedged is not None and self._hedged.done() and self._hedged.exception() is None:
-            data = self._hedged.result()
-            if len(data) == len(self.buffer):  # else the object is shorter, which this read will find as well
-                raise _OvertakenError(data)
         if elapsed_seconds > self.seconds:
             raise TimeoutError("The store did not answer within the time limit.")
         if now_seconds - max(self.began_seconds, stream.received_seconds) > self._reads.silence_seconds:
             raise TimeoutError("The store fell silent in the middle of an answer.")
-        if self._hedge is not None and elapsed_seconds > self._late_seconds and self._reads.latencies.may_repeat():
-            # By obstore in another thread, with a copy of this context.
-            call = CallOnce(partial(copy_context().run, self._hedge))
-            self._hedge = None
-            with suppress(RuntimeError):  # no thread can be started
-                self._reads.hedges.submit(call)
-                self._hedged = call.future
+        if elapsed_seconds > self._late_seconds and self._reads.latencies.may_repeat():
+            raise _LateError
 
 
 def _close_all(idle: list[tuple[float, str, ByteStream]]) -> None:

@@ -156,7 +156,7 @@ class CloudStore(PlacedStore):
         return self._send("get", key, request)
 
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Implement `ObjectStore.get_into`. One request; two if the first is late, or obstore repeats a direct read.
+        """Implement `ObjectStore.get_into`. One request; two if obstore repeats a direct read that is late or fails.
 
         One HEAD more if the object may be too short, and the store did not say so by an error code.
         """
@@ -165,9 +165,6 @@ class CloudStore(PlacedStore):
 
         def client() -> Client:
             return self._bucket.get_client(download=True, size_bytes=len(buffer))
-
-        def read_with_obstore() -> memoryview:
-            return memoryview(obstore.get_range(client(), path, start=start, end=stop))
 
         def request() -> None:
             provider, bucket = self._provider, self._bucket
@@ -180,13 +177,12 @@ class CloudStore(PlacedStore):
                     buffer,
                     verify=provider.verify(),
                     seconds=bucket.request_seconds(len(buffer)),
-                    # An overloaded store gets no second requests.
-                    hedge=None if bucket.throttle.is_overloaded else read_with_obstore,
+                    may_repeat=not bucket.throttle.is_overloaded,
                 )
             if outcome != "direct":
                 try:
                     with writes_nothing():
-                        data = read_with_obstore()
+                        data = memoryview(obstore.get_range(client(), path, start=start, end=stop))
                 except GenericError as error:
                     code, size_bytes = find_error_code(str(error)), None
                     is_short = "416 Range Not Satisfiable" in str(error) or "NotPartial" in str(error)

@@ -4,7 +4,7 @@ Python's own TLS socket asks the kernel twice for each record of 16 KiB. Here on
 OpenSSL decrypts the records from there, for one connection at a time: a load of 1.15 GiB over sixteen connections costs
 0.85 CPU seconds per GiB, and 1.21 if all of them receive while one decrypts (two cores, AES-256-GCM, medians of five).
 
-A thread that waits for bytes wakes up four times a second to check limits and a hedged request.
+A thread that waits for bytes wakes up four times a second to check limits.
 """
 
 from __future__ import annotations

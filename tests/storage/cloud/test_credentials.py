@@ -162,7 +162,7 @@ def test_a_role_that_was_given_new_credentials(monkeypatch: pytest.MonkeyPatch) 
         assert results == [DATA[:100]] * 100
         assert set(retries.values()) <= {1}
         assert len(container.requests) == 2
-        # A late read may have been hedged by obstore; the next read is direct.
+        # A late read may have been repeated by obstore; the next read is direct.
         read(store)
         assert "X-Amz-Signature" in server.requests[-1].path
 

@@ -178,7 +178,7 @@ def test_reads_that_break_together_count_as_one() -> None:
 
     def is_asked() -> bool:
         before = len(asked)
-        reads.read(lambda: asked.append(1), 0, memoryview(bytearray(1)), verify=None, seconds=1, hedge=None)
+        reads.read(lambda: asked.append(1), 0, memoryview(bytearray(1)), verify=None, seconds=1, may_repeat=False)
         return len(asked) > before
 
     began_seconds = time.monotonic()

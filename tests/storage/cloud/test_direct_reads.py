@@ -7,7 +7,7 @@ import itertools
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,7 +20,7 @@ from dcp_remote.errors import StorageError, TransientStorageError
 from dcp_remote.storage.cloud.direct_reads import BusyError, DirectReads, Outcome
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
 from dcp_remote.storage.cloud.tls_stream import TlsStream
-from dcp_remote.storage.request_context import limit_requests, remaining_seconds
+from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.storage.rereads import RereadingStore
 from dcp_remote.storage.url import parse_url
 from tests.benchmark.server.server import BenchServer, bench_server
@@ -56,10 +56,10 @@ def read_url(
     *,
     start: int = 0,
     seconds: float = 60,
-    hedge: Callable[[], memoryview] | None = None,
+    may_repeat: bool = True,
 ) -> Outcome:
     url = f"{endpoint_url}/key"
-    return reads.read(lambda: url, start, memoryview(buffer), verify=None, seconds=seconds, hedge=hedge)
+    return reads.read(lambda: url, start, memoryview(buffer), verify=None, seconds=seconds, may_repeat=may_repeat)
 
 
 def read(store: CloudStore, start: int, stop: int) -> bytes:
@@ -173,21 +173,11 @@ def test_memory_is_released_without_garbage_collection() -> None:
             reads = make_reads()
             buffer = bytearray(100)
             with pytest.raises(BusyError):
-                read_url(reads, server.endpoint_url, buffer, hedge=_HedgeHoldingBuffer(buffer))
+                read_url(reads, server.endpoint_url, buffer)
             buffer.append(1)  # raises BufferError while a view exists
             del reads
     finally:
         gc.enable()
-
-
-class _HedgeHoldingBuffer:
-    """Hedge that refers to the destination."""
-
-    def __init__(self, buffer: bytearray) -> None:
-        self._view = memoryview(buffer)
-
-    def __call__(self) -> memoryview:
-        return self._view
 
 
 @pytest.mark.parametrize(
@@ -306,15 +296,15 @@ def test_silence_in_an_answer_ends() -> None:
             thread.start()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             if left_seconds:
-                assert read_url(reads, url, bytearray(10), hedge=_never) == "failed"
+                assert read_url(reads, url, bytearray(10)) == "failed"
             else:
                 with pytest.raises(TimeoutError, match="silent"):
-                    read_url(reads, url, bytearray(10), hedge=_never)
+                    read_url(reads, url, bytearray(10))
             thread.join()
 
 
-def test_a_late_read_is_overtaken() -> None:
-    """Let sixteen reads be quick and then one hang: obstore's answer is used."""
+def test_a_late_read_is_repeated() -> None:
+    """Let sixteen reads be quick and then one hang: obstore reads the range, and the next read is direct again."""
     hang = threading.Event()
 
     def answer(request: HttpRequest) -> HttpAnswer:
@@ -326,8 +316,25 @@ def test_a_late_read_is_overtaken() -> None:
             read(store, start, start + 100)
         hang.set()
         assert read(store, 5, 105) == DATA[5:105]
-        asked = [is_direct(request) for request in server.requests if request.headers["range"] == "bytes=5-104"]
-    assert asked[-2:] == [True, False]
+        hang.clear()
+        assert read(store, 6, 106) == DATA[6:106]
+        assert [is_direct(request) for request in server.requests[SAMPLES_MIN:]] == [True, False, True]
+
+
+@pytest.mark.parametrize(("may_repeat", "outcome"), [(True, "skipped"), (False, "failed")])
+def test_an_overloaded_store_gets_no_second_request(*, may_repeat: bool, outcome: Outcome) -> None:
+    """Let a read be late: given up for another one, or, where the store refuses others, only at its time limit."""
+    hang = threading.Event()
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(silent=True) if hang.is_set() else answer_range(request, DATA)
+
+    with scripted_server(answer) as server:
+        reads, url, buffer = make_reads(), server.endpoint_url, bytearray(100)
+        for _ in range(SAMPLES_MIN):
+            assert read_url(reads, url, buffer) == "direct"
+        hang.set()
+        assert read_url(reads, url, buffer, seconds=2, may_repeat=may_repeat) == outcome
 
 
 def test_connecting_ends_with_the_read() -> None:
@@ -344,36 +351,7 @@ def test_connecting_ends_with_the_read() -> None:
             filler.setblocking(False)
             filler.connect_ex(listener.getsockname())
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert read_url(reads, url, bytearray(10), seconds=0.1, hedge=_never) == "failed"
-
-
-def test_the_second_request_of_a_late_read_knows_the_deadline() -> None:
-    """Let a read hang with seven seconds left: the function that reads once more has the same time limit.
-
-    It is called in a daemon thread, since the process would wait at its exit for an answer that nobody needs.
-    """
-    hang, limits, daemons = threading.Event(), list[float](), list[bool]()
-
-    def answer(request: HttpRequest) -> HttpAnswer:
-        return HttpAnswer(silent=True) if hang.is_set() else answer_range(request, DATA)
-
-    def hedge() -> memoryview:
-        limits.append(remaining_seconds())
-        daemons.append(threading.current_thread().daemon)
-        return memoryview(DATA[:100])
-
-    with scripted_server(answer) as server:
-        reads, url, buffer = make_reads(silence_seconds=60), server.endpoint_url, bytearray(100)
-        for _ in range(SAMPLES_MIN):
-            assert read_url(reads, url, buffer, hedge=_never) == "direct"
-        hang.set()
-        with limit_requests(lambda: 7.0):
-            assert read_url(reads, url, buffer, hedge=hedge) == "direct"
-    assert (limits, daemons) == ([7.0], [True])
-
-
-def _never() -> memoryview:
-    raise AssertionError
+        assert read_url(reads, url, bytearray(10), seconds=0.1) == "failed"
 
 
 def _answer_half(listener: socket.socket) -> None:
