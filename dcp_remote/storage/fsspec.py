@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ from dcp_remote.storage.base import (
     make_short_error,
     quote_etag,
 )
-from dcp_remote.storage.cloud.bucket import refuse_after_fork
+from dcp_remote.storage.cloud.bucket import Timeouts, refuse_after_fork
 from dcp_remote.storage.cloud.errors import (
     NO_SUCH_BUCKET_CODE,
     SENT_ELSEWHERE,
@@ -62,7 +62,6 @@ from dcp_remote.storage.cloud.errors import (
     translate,
 )
 from dcp_remote.storage.cloud.s3 import S3
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.local import LocalStore
 from dcp_remote.storage.options import check_endpoint
@@ -73,9 +72,6 @@ _Answer = TypeVar("_Answer")
 
 # Answer of S3 to one request, as parsed by botocore.
 _Parsed: TypeAlias = dict[str, Any]
-
-# Sends one request by a method of botocore's client, and its parameters.
-_Call: TypeAlias = Callable[..., Awaitable[_Parsed]]
 
 # Most keys of S3 in one DeleteObjects request, and in one page of a listing.
 _KEYS_MAX = 1000
@@ -166,46 +162,35 @@ class FsspecStore(PlacedStore):
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`. One request; nothing is cached."""
         path = self._place.key(key)
-
-        async def request(call: _Call) -> ObjectInfo:
-            answer = await call("head_object", Key=path)
+        with self._translated("head", key):
+            answer = self._call("head_object", Key=path)
             return _make_info(key, answer, size_bytes=answer["ContentLength"])
-
-        return self._ask("head", key, request)
 
     def get(self, key: str, *, limit_bytes: int) -> Content:
         """Implement `ObjectStore.get`. One request."""
         path = self._place.key(key)
-
-        async def request(call: _Call) -> Content:
-            answer = await call("get_object", Key=path)
+        with self._translated("get", key):
+            answer = self._call("get_object", Key=path)
             announced_bytes = answer.get("ContentLength", 0)
-            data = await _read_body(answer["Body"], limit_bytes if announced_bytes <= limit_bytes else -1)
+            data = self._read(answer, limit_bytes if announced_bytes <= limit_bytes else -1)
             size_bytes = max(len(data), announced_bytes)
             if size_bytes > limit_bytes:
                 raise make_oversize_error(self._named(key), size_bytes=size_bytes, limit_bytes=limit_bytes)
             return Content(data=data, version=_make_version(answer))
 
-        return self._ask("get", key, request, size_bytes=limit_bytes)
-
     def get_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Implement `ObjectStore.get_into`. One request; its answer is copied once."""
-        path, length = self._place.key(key), len(buffer)
-
-        async def request(call: _Call) -> bytes:
+        path, length, data = self._place.key(key), len(buffer), b""
+        with writes_nothing(), self._translated("get_into", key):
             try:
-                answer = await call("get_object", Key=path, Range=f"bytes={start}-{start + length - 1}")
+                answer = self._call("get_object", Key=path, Range=f"bytes={start}-{start + length - 1}")
+                if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
+                    self._read(answer, -1)  # closes it
+                    raise StorageError("The store does not serve ranges of an object.", url=self._named(key))
+                data = self._read(answer, length)
             except ClientError as error:
-                if _status_and_code_of(error)[0] == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-                    return b""
-                raise
-            if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
-                answer["Body"].close()
-                raise StorageError("The store does not serve ranges of an object.", url=self._named(key))
-            return await _read_body(answer["Body"], length)
-
-        with writes_nothing():
-            data = self._ask("get_into", key, request, size_bytes=length)
+                if _status_and_code_of(error)[0] != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    raise
         if len(data) > length:
             raise StorageError("The store sent more bytes than the requested range.", url=self._named(key))
         if len(data) < length:
@@ -221,11 +206,9 @@ class FsspecStore(PlacedStore):
             match = {"IfNoneMatch": "*"}
         elif condition != "any":
             match = {"IfMatch": condition.etag}
-
-        async def request(call: _Call) -> Version:
-            return _make_version(await call("put_object", Key=path, Body=io.BufferedReader(body), **match))
-
-        return self._ask("put", key, request, size_bytes=body.size_bytes, condition=condition)
+        with self._translated("put", key, condition):
+            file = io.BufferedReader(body)
+            return _make_version(self._call("put_object", size_bytes=body.size_bytes, Key=path, Body=file, **match))
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. One request per 1,000 objects; never from s3fs's cache of listings."""
@@ -247,10 +230,9 @@ class FsspecStore(PlacedStore):
         """
         try:
             self.get(_PROBE_KEY, limit_bytes=0)
-        except BucketNotFoundError as error:
-            return error
-        except DcpRemoteError:
-            pass  # the store answered that the object is missing; another failure now does not explain that
+        except DcpRemoteError as error:
+            # That the object is missing is known; another failure now does not explain that.
+            return error if isinstance(error, BucketNotFoundError) else None
         return None
 
     def find_unproven_server(self) -> str | None:
@@ -258,21 +240,19 @@ class FsspecStore(PlacedStore):
 
         Sends no request; see `conditional_writes`.
         """
-        endpoint_url = str(self._ask("open", "", lambda _: self._connection.client()).meta.endpoint_url)
+        with self._translated("open", ""):
+            endpoint_url = str(self._wait(self._connection.client).meta.endpoint_url)
         check_endpoint(endpoint_url, named="AWS_ENDPOINT_URL, or `endpoint_url` of the profile,")
         return find_unproven_server(endpoint_url, self._place.bucket, known_hosts=S3.known_hosts)
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         root = f"{self._place.prefix}/" if self._place.prefix else ""
         where: dict[str, str | None] = {"StartAfter": root + after} if after else {}
-
-        async def request(call: _Call) -> tuple[Sequence[ObjectInfo], _Parsed]:
-            page = await call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
-            entries = [(entry["Key"].removeprefix(root), entry) for entry in page.get("Contents", [])]
-            return [_make_info(key, entry, size_bytes=entry["Size"]) for key, entry in entries], page
-
         while True:
-            infos, page = self._ask("list", prefix, request)
+            with self._translated("list", prefix):
+                page = self._call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
+                entries = [(entry["Key"].removeprefix(root), entry) for entry in page.get("Contents", [])]
+                infos = [_make_info(key, entry, size_bytes=entry["Size"]) for key, entry in entries]
             # Some consoles create markers of "folders", which are left out.
             yield from (info for info in infos if info.size_bytes or (info.key and not info.key.endswith("/")))
             if not page.get("IsTruncated"):
@@ -288,7 +268,8 @@ class FsspecStore(PlacedStore):
     def _delete_batch(self, paths: Mapping[str, str]) -> Mapping[str, StorageError]:
         batch = {"Objects": [{"Key": path} for path in paths], "Quiet": True}
         try:
-            answer = self._ask("delete", "", lambda call: call("delete_objects", Delete=batch))
+            with self._translated("delete", ""):
+                answer = self._call("delete_objects", Delete=batch)
         except StorageError as error:
             return dict.fromkeys(paths.values(), error)
         failed: dict[str, StorageError] = {}
@@ -300,25 +281,29 @@ class FsspecStore(PlacedStore):
                 failed.update(dict.fromkeys(paths.values() if key is None else [key], failure))
         return failed
 
-    def _ask(
-        self,
-        verb: str,
-        key: str,
-        request: Callable[[_Call], Awaitable[_Answer]],
-        *,
-        size_bytes: int = 0,
-        condition: Condition = "any",
-    ) -> _Answer:
-        """Send a request in s3fs's event loop and return its result; raise errors of the client as this package's.
+    def _call(self, method: str, *, size_bytes: int = 0, **parameters: object) -> _Parsed:
+        """Send one request by a method of botocore's client; `size_bytes` is the size of its body."""
+        return self._wait(self._connection.call, method, size_bytes=size_bytes, Bucket=self._place.bucket, **parameters)
 
-        `request` sends by calling its argument with a method of botocore's client, and parameters.
-        """
-        connection = self._connection
-        call = partial(connection.call, Bucket=self._place.bucket)
+    def _read(self, answer: _Parsed, limit_bytes: int) -> bytes:
+        """Read a body and close it; of one that is longer than the limit, return a part longer than the limit."""
+        return self._wait(_read_body, answer["Body"], limit_bytes, size_bytes=max(0, limit_bytes))
+
+    def _wait(
+        self, function: Callable[..., Awaitable[_Answer]], *arguments: object, size_bytes: int = 0, **parameters: object
+    ) -> _Answer:
+        """Call a function in s3fs's event loop, and return its result."""
         seconds = min(Timeouts().request_seconds(size_bytes), rounded_up(remaining_seconds()))
+        loop = self._connection.filesystem().loop
+        answer: _Answer = sync(loop, function, *arguments, timeout=seconds, **parameters)
+        return answer
+
+    @contextmanager
+    def _translated(self, verb: str, key: str, condition: Condition = "any") -> Iterator[None]:
+        """Raise errors of the client in the block as this package's."""
+        connection = self._connection
         try:
-            answer: _Answer = sync(connection.filesystem().loop, request, call, timeout=seconds)
-            return answer
+            yield
         except DcpRemoteError:  # some of these are OSErrors and ValueErrors too
             raise
         except Exception as error:  # noqa: BLE001  # `translate` handles every error
@@ -407,7 +392,8 @@ class _Connection:
         if filesystem is None:
             return []
         options = (filesystem.storage_options, filesystem.client_kwargs, filesystem.s3_additional_kwargs)
-        given = [filesystem.secret, filesystem.token, *_find_secrets(options)]
+        named = [value for each in options for name, value in each.items() if _SECRET_NAME.search(name)]
+        given = [filesystem.secret, filesystem.token, *named]
         given_key = filesystem.key or filesystem.client_kwargs.get("aws_access_key_id")
         if has_answered and not (filesystem.anon or given_key):
 
@@ -419,18 +405,6 @@ class _Connection:
             with suppress(Exception):  # the error of the request is the one to report
                 given += sync(filesystem.loop, find, timeout=_SECRETS_SECONDS)
         return [secret for secret in given if isinstance(secret, str) and secret]
-
-
-def _find_secrets(value: object, *, is_secret: bool = False) -> Iterator[str]:
-    """Yield the texts among the arguments of a file system whose names are those of secrets."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _find_secrets(inner, is_secret=is_secret or _SECRET_NAME.search(str(name)) is not None)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _find_secrets(inner, is_secret=is_secret)
-    elif is_secret and isinstance(value, str) and value:
-        yield value
 
 
 async def _request_without_redirects(session: Any, method: str, **parameters: object) -> Any:
@@ -465,7 +439,6 @@ def _without_redirects(given: Any) -> Any:
 
 
 async def _read_body(body: Any, limit_bytes: int) -> bytes:
-    """Read a body and close it; of a body that is longer than the limit, return a part longer than the limit."""
     data = bytearray()
     try:
         while len(data) <= limit_bytes and (part := await body.read(_READ_BYTES)):

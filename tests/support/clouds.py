@@ -10,8 +10,8 @@ from s3fs import S3FileSystem
 
 from dcp_remote.storage import open_fsspec_store
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.cloud.bucket import Timeouts
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.store_suite import StoreSuite
 from tests.support.scripted_server import HttpAnswer, HttpRequest

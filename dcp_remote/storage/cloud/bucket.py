@@ -5,8 +5,10 @@ Clients are created on first use, and again when their credentials have changed.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,6 @@ from dcp_remote.storage.cloud.direct_reads import DirectReads
 from dcp_remote.storage.cloud.errors import get_safe_cause, translate
 from dcp_remote.storage.cloud.provider import Client, Provider
 from dcp_remote.storage.cloud.throttle import Throttle
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.request_context import remaining_seconds, rounded_up
 
 if TYPE_CHECKING:
@@ -27,6 +28,22 @@ if TYPE_CHECKING:
 
 # obstore's threads do not survive a fork; a child process that uses them hangs.
 _requesting_pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Limits after which a request counts as stalled; they grow with its size."""
+
+    floor_seconds: float = 30.0  # of a request without a body
+    slowest_bytes_per_second: int = 500_000  # half of 1 MB/s, which is slow
+    # Longest pause of a download. Uploads have none: the client cannot tell a server that does not read from one that
+    # does not answer yet.
+    silence_seconds: float = 30.0
+
+    def request_seconds(self, size_bytes: int) -> float:
+        """Return the limit for a request: `floor_seconds` times a power of two, as obstore needs a client per limit."""
+        needed = 1 + size_bytes / self.slowest_bytes_per_second / self.floor_seconds
+        return float(self.floor_seconds * 2 ** math.ceil(math.log2(needed)))
 
 
 class Bucket:

@@ -37,7 +37,7 @@ from dcp_remote.storage.base import (
     may_follow,
 )
 from dcp_remote.storage.cloud.azure import Azure
-from dcp_remote.storage.cloud.bucket import Bucket
+from dcp_remote.storage.cloud.bucket import Bucket, Timeouts
 from dcp_remote.storage.cloud.direct_reads import Outcome
 from dcp_remote.storage.cloud.errors import (
     FAILURES,
@@ -50,7 +50,6 @@ from dcp_remote.storage.cloud.failures import FailedRequest, add_request, raise_
 from dcp_remote.storage.cloud.google import GoogleCloud
 from dcp_remote.storage.cloud.provider import Client, Provider
 from dcp_remote.storage.cloud.s3 import S3
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.conditional_writes import find_unproven_server
 from dcp_remote.storage.limits import count_processes
 from dcp_remote.storage.options import CloudOptions

@@ -23,9 +23,9 @@ from dcp_remote.errors import (
     TransientStorageError,
 )
 from dcp_remote.storage.base import ObjectStore, Version
+from dcp_remote.storage.cloud.bucket import Timeouts
 from dcp_remote.storage.cloud.endpoint import S3Options, resolve_s3
 from dcp_remote.storage.cloud.store import CloudStore, open_cloud_store
-from dcp_remote.storage.cloud.timeouts import Timeouts
 from dcp_remote.storage.options import parse_options
 from dcp_remote.storage.url import parse_url
 from dcp_remote.testing.servers import S3Server
