@@ -49,7 +49,6 @@ _BUSY_MAX = 2
 
 # Servers close idle connections; one that was idle for longer than this is probably closed.
 _IDLE_SECONDS = 4.0
-_IDLE_MAX = 64
 
 # Statuses of a server that is overloaded or failing. Any other unexpected status may be due to the signed URL.
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
@@ -76,7 +75,7 @@ class DirectReads:
         self.silence_seconds = silence_seconds
         self._lock = threading.Lock()
         self._failed_in_a_row = 0
-        self._failed_seconds = float("-inf")
+        self._failed_seconds = -math.inf
         self._busy_in_a_row = 0
         self.latencies = LatencyTracker()
         self._context: ssl.SSLContext | None = None
@@ -172,7 +171,8 @@ class DirectReads:
         finally:
             stream.check = do_nothing  # breaks a cycle that keeps the caller's memory alive
             if is_reusable:
-                self._keep(request.server, stream)
+                with self._lock:
+                    self._idle.append((time.monotonic(), request.server, stream))
             else:
                 stream.disconnect()
         self.latencies.record(len(buffer), time.monotonic() - request.began_seconds)
@@ -203,13 +203,6 @@ class DirectReads:
             if time.monotonic() - since_seconds < _IDLE_SECONDS and connected_to == server and stream.is_quiet():
                 return stream
             stream.disconnect()
-
-    def _keep(self, server: str, stream: ByteStream) -> None:
-        with self._lock:
-            self._idle.append((time.monotonic(), server, stream))
-            oldest = self._idle.pop(0)[2] if len(self._idle) > _IDLE_MAX else None
-        if oldest is not None:
-            oldest.disconnect()
 
 
 class _RangeRequest:
