@@ -33,7 +33,6 @@ from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import (
     Located,
     Location,
-    SharedLocation,
     ThreadLocation,
     join_job,
     require_budget,
@@ -119,7 +118,7 @@ class RemoteReader(Located, StorageReader):
         self._timeout_seconds = timeout_seconds
         self._allow_pickle = allow_pickle
         self._memory_budget_bytes = memory_budget_bytes
-        self._thread = _ThreadLoad(SharedLocation(Location.of(url, storage_options)))
+        self._thread = _ThreadLoad([(Location.of(url, storage_options), None)])
 
     @property
     def load_id(self) -> str | None:

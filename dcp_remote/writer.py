@@ -53,7 +53,6 @@ from dcp_remote.storage.conditional_writes import require_conditional_writes
 from dcp_remote.storage.location import (
     Located,
     Location,
-    SharedLocation,
     ThreadLocation,
     join_job,
     require_budget,
@@ -191,7 +190,7 @@ class RemoteWriter(Located, StorageWriter):
         self._memory_budget_bytes = memory_budget_bytes
         self._timeout_seconds = timeout_seconds
         self._shard_bytes = shard_bytes
-        self._thread = _ThreadState(SharedLocation(Location.of(url, storage_options)))
+        self._thread = _ThreadState([(Location.of(url, storage_options), None)])
         # True in the process of an asynchronous save, where pickled entries cannot be told from imitations.
         self._was_unpickled = False
 

@@ -68,8 +68,7 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, object
         store = LocalStore(parsed.path, allow_network_replace=allow_network_replace)
     elif parsed.scheme == "memory":
         parse_options(StoreOptions, options, scheme="memory")
-        store = MemoryStore(parsed.bucket)
-        store = store.child(parsed.prefix) if parsed.prefix else store
+        store = MemoryStore(parsed.bucket, parsed.prefix)
     else:
         # Imported here, so that local use needs no cloud client.
         from dcp_remote.storage.cloud.store import open_cloud_store

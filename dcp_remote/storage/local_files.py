@@ -353,16 +353,11 @@ def translate_os_errors(verb: str, *, key: str, url: str) -> Iterator[None]:
     except DcpRemoteError:
         raise  # some of these are OSErrors too
     except OSError as error:
-        raise storage_error(error, verb=verb, key=key, url=url) from error
-
-
-def storage_error(error: OSError, *, verb: str, key: str, url: str) -> DcpRemoteError:
-    """Return the error of dcp_remote for an OSError."""
-    number = error.errno or 0
-    kind, what = _ERRORS.get(number, (StorageError, "The file system failed."))
-    if verb == "put" and number == errno.ENOENT:
-        kind, what = TransientStorageError, "A folder was removed while an object was written into it."
-    # To a read or delete these say that there is no such object: a parent is a file, the name is a folder, or too long.
-    if verb != "put" and number in (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
-        kind, what = _ERRORS[errno.ENOENT]
-    return kind(what, verb=verb, key=key, url=url, cause=error)
+        number = error.errno or 0
+        kind, what = _ERRORS.get(number, (StorageError, "The file system failed."))
+        if verb == "put" and number == errno.ENOENT:
+            kind, what = TransientStorageError, "A folder was removed while an object was written into it."
+        # To a read or delete these say that there is no such object: a parent is a file, the name a folder or too long.
+        if verb != "put" and number in (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
+            kind, what = _ERRORS[errno.ENOENT]
+        raise kind(what, verb=verb, key=key, url=url, cause=error) from error

@@ -62,14 +62,6 @@ class Location:
         return replace(self, store=open_store(checkpoint_id, self.options), checkpoint_id=checkpoint_id)
 
 
-class SharedLocation:
-    """Last location of a reader or writer that any thread set, with the error of that `move_to`."""
-
-    def __init__(self, location: Location, refusal: BaseException | None = None) -> None:
-        """Store both."""
-        self.now = location, refusal  # One tuple, so that a thread reads and replaces both at once.
-
-
 class ThreadLocation(threading.local):
     """Location of the save or load of each thread, for a reader or writer that several threads use at once.
 
@@ -78,10 +70,13 @@ class ThreadLocation(threading.local):
     the last location that any thread set.
     """
 
-    def __init__(self, last: SharedLocation) -> None:
-        """Begin at the last location; Python calls this once in each thread that uses the object."""
+    def __init__(self, last: list[tuple[Location, BaseException | None]]) -> None:
+        """Begin at the last location; Python calls this once in each thread that uses the object.
+
+        `last` is shared by all threads, and has one element: the last location, and the error of that `move_to`.
+        """
         self._last = last
-        self.location, self._refusal = last.now
+        self.location, self._refusal = last[0]
 
     def move_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Move to another checkpoint, or stay if it is None. Never raises: `raise_refusal` raises its error.
@@ -94,7 +89,7 @@ class ThreadLocation(threading.local):
             self.location, self._refusal = self.location.moved_to(checkpoint_id), None
         except Exception as error:  # noqa: BLE001  # raised by `raise_refusal`
             self._refusal = make_picklable(error)
-        self._last.now = self.location, self._refusal
+        self._last[0] = self.location, self._refusal
 
     def raise_refusal(self) -> None:
         """Raise the error of the last `move_to`, if it failed; called where torch reports errors to the other ranks.
@@ -107,7 +102,7 @@ class ThreadLocation(threading.local):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the location, including explicit credentials, but no state of a save or load."""
-        return type(self), (SharedLocation(self.location, self._refusal),)
+        return type(self), ([(self.location, self._refusal)],)
 
 
 class Located:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,27 +44,10 @@ class MemorySpace:
         """Begin empty."""
         self.objects: dict[str, MemoryObject] = {}
         self.lock = threading.Lock()
-        self._writes = 0
-
-    def put(self, key: str, data: bytes, *, condition: Condition, modified_seconds: float) -> Version:
-        """Write an object if the key is in the state that `condition` names; return its version, always a new one."""
-        with self.lock:
-            found = self.objects.get(key)
-            state: Condition = found.version if found is not None else "absent"
-            if condition not in ("any", state):
-                raise ConditionFailedError(
-                    "The object is not in the state that the condition of this write names.",
-                    key=key,
-                    condition=condition,
-                )
-            self._writes += 1
-            version = Version(etag=f'"{self._writes}"')
-            self.objects[key] = MemoryObject(data, version, modified_seconds)
-            return version
+        self.numbers = itertools.count(1)  # of writes, so that each has a version of its own
 
 
 _spaces: dict[str, MemorySpace] = {}
-_spaces_lock = threading.Lock()
 
 
 class MemoryStore(PlacedStore):
@@ -72,18 +56,19 @@ class MemoryStore(PlacedStore):
     Args:
         name: Name in `memory://name`, by which stores share their objects. Without a name only the store and its
             children share objects, and cannot be pickled.
+        prefix: Prefix of all keys, without slashes at its ends.
         clock: Returns the time in seconds since 1970, for modification times. Not pickled: a copy uses `time.time`.
     """
 
     capabilities = Capabilities(compare_and_swap=True, shared=False)
 
-    def __init__(self, name: str | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, name: str | None = None, prefix: str = "", *, clock: Callable[[], float] = time.time) -> None:
         """Open the objects of that name, or an empty store."""
         self._name = name
         # The name of an anonymous store is not valid in a URL, so that the URL opens no other store.
-        self._place = ParsedUrl("memory", "(anonymous)" if name is None else name, "")
+        self._place = ParsedUrl("memory", "(anonymous)" if name is None else name, prefix)
         self._clock = clock
-        self.space = MemorySpace() if name is None else _space(name)
+        self.space = MemorySpace() if name is None else _spaces.setdefault(name, MemorySpace())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the name and prefix only: in another process the copy has the objects of that name there.
@@ -95,7 +80,7 @@ class MemoryStore(PlacedStore):
             raise InvalidArgumentError(
                 "A MemoryStore without a name cannot be pickled: create it with one, MemoryStore(name)."
             )
-        return _named_store, (self._name, self._place.prefix)
+        return MemoryStore, (self._name, self._place.prefix)
 
     def head(self, key: str) -> ObjectInfo:
         """Implement `ObjectStore.head`."""
@@ -118,8 +103,19 @@ class MemoryStore(PlacedStore):
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. The buffers are copied once."""
-        data = b"".join(buffers)
-        return self.space.put(self._place.key(key), data, condition=condition, modified_seconds=self._clock())
+        full_key, data = self._place.key(key), b"".join(buffers)
+        with self.space.lock:
+            found = self.space.objects.get(full_key)
+            state: Condition = found.version if found is not None else "absent"
+            if condition not in ("any", state):
+                raise ConditionFailedError(
+                    "The object is not in the state that the condition of this write names.",
+                    key=full_key,
+                    condition=condition,
+                )
+            version = Version(etag=f'"{next(self.space.numbers)}"')
+            self.space.objects[full_key] = MemoryObject(data, version, self._clock())
+            return version
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. Yields the objects that exist when the first one is requested."""
@@ -151,13 +147,3 @@ def _info(key: str, found: MemoryObject) -> ObjectInfo:
     return ObjectInfo(
         key=key, size_bytes=len(found.data), version=found.version, modified_seconds=found.modified_seconds
     )
-
-
-def _space(name: str) -> MemorySpace:
-    with _spaces_lock:
-        return _spaces.setdefault(name, MemorySpace())
-
-
-def _named_store(name: str, prefix: str) -> MemoryStore:
-    store = MemoryStore(name)
-    return store.child(prefix) if prefix else store

@@ -116,10 +116,7 @@ _speakers: dict[str, bool] = {}  # by URL
 def outage_of(url: str) -> Outage:
     """Return the outage that all stores of a URL share in this process."""
     with _outages_lock:
-        outage = _outages.get(url)
-        if outage is None:
-            outage = _outages[url] = Outage(url)
-        return outage
+        return _outages.setdefault(url, Outage(url))
 
 
 def name_speaker(url: str, *, is_speaker: bool) -> None:

@@ -31,7 +31,7 @@ from dcp_remote.errors import (
 )
 from dcp_remote.storage import Content, LocalStore, ObjectStore, open_store
 from dcp_remote.storage.local import HIDDEN_FOLDER
-from dcp_remote.storage.local_files import storage_error, sweep_temporaries
+from dcp_remote.storage.local_files import sweep_temporaries, translate_os_errors
 from dcp_remote.storage.request_context import limit_requests
 from dcp_remote.testing.store_suite import StoreSuite
 
@@ -267,7 +267,9 @@ def test_a_file_too_large_is_an_error_and_leaves_nothing(tmp_path: Path) -> None
 def test_errors_by_errno(verb: str, kind: type[DcpRemoteError], numbers: list[int]) -> None:
     """Check the exact class for each errno, with key, URL and cause."""
     for number in numbers:
-        error = storage_error(OSError(number, os.strerror(number)), verb=verb, key="a/b", url="file:///x")
+        with pytest.raises(kind) as caught, translate_os_errors(verb, key="a/b", url="file:///x"):
+            raise OSError(number, os.strerror(number))
+        error = caught.value
         assert type(error) is kind
         assert "key='a/b' url='file:///x'" in str(error)
         assert os.strerror(number) in str(error)
