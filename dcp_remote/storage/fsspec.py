@@ -247,7 +247,7 @@ class FsspecStore(PlacedStore):
 
     def _list(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         root = f"{self._place.prefix}/" if self._place.prefix else ""
-        where: dict[str, str | None] = {"StartAfter": root + after} if after else {}
+        where: dict[str, Any] = {"StartAfter": root + after} if after else {}
         while True:
             with self._translated("list", prefix):
                 page = self._call("list_objects_v2", Prefix=root + prefix, MaxKeys=_KEYS_MAX, **where)
