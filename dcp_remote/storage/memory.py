@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +43,23 @@ class MemorySpace:
         """Begin empty."""
         self.objects: dict[str, MemoryObject] = {}
         self.lock = threading.Lock()
-        self.numbers = itertools.count(1)  # of writes, so that each has a version of its own
+        self._writes = 0
+
+    def put(self, key: str, data: bytes, *, condition: Condition, modified_seconds: float) -> Version:
+        """Write an object if the key is in the state that `condition` names; return its version, always a new one."""
+        with self.lock:
+            found = self.objects.get(key)
+            state: Condition = found.version if found is not None else "absent"
+            if condition not in ("any", state):
+                raise ConditionFailedError(
+                    "The object is not in the state that the condition of this write names.",
+                    key=key,
+                    condition=condition,
+                )
+            self._writes += 1
+            version = Version(etag=f'"{self._writes}"')
+            self.objects[key] = MemoryObject(data, version, modified_seconds)
+            return version
 
 
 _spaces: dict[str, MemorySpace] = {}
@@ -103,19 +118,8 @@ class MemoryStore(PlacedStore):
 
     def put(self, key: str, buffers: Sequence[Buffer], *, condition: Condition = "any") -> Version:
         """Implement `ObjectStore.put`. The buffers are copied once."""
-        full_key, data = self._place.key(key), b"".join(buffers)
-        with self.space.lock:
-            found = self.space.objects.get(full_key)
-            state: Condition = found.version if found is not None else "absent"
-            if condition not in ("any", state):
-                raise ConditionFailedError(
-                    "The object is not in the state that the condition of this write names.",
-                    key=full_key,
-                    condition=condition,
-                )
-            version = Version(etag=f'"{next(self.space.numbers)}"')
-            self.space.objects[full_key] = MemoryObject(data, version, self._clock())
-            return version
+        data = b"".join(buffers)
+        return self.space.put(self._place.key(key), data, condition=condition, modified_seconds=self._clock())
 
     def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
         """Implement `ObjectStore.list`. Yields the objects that exist when the first one is requested."""
