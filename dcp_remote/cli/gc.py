@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from dcp_remote.cli.arguments import StorageOptions, Url, argument, flag
 from dcp_remote.cli.ls import build_entry, require_answer
@@ -13,7 +13,7 @@ from dcp_remote.cli.output import Output
 from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.errors import InvalidArgumentError, StorageError
 from dcp_remote.run.gc import GRACE_SECONDS, find_orphans, remove_orphans
-from dcp_remote.storage import ObjectInfo, ObjectStore, open_store
+from dcp_remote.storage import open_store
 
 _HOUR_SECONDS = 3600.0
 
@@ -47,66 +47,40 @@ def gc(
     """
     if not 0 <= grace_hours < math.inf:
         raise InvalidArgumentError("--grace-hours must be at least 0, and finite.", grace_hours=grace_hours)
-    store = open_store(url, storage_options)
+    store, grace_seconds = open_store(url, storage_options), grace_hours * _HOUR_SECONDS
     if yes:
-        _remove(out, store, grace_hours, as_list=as_list)
+        require_answer(store)
+        orphans = remove_orphans(store, grace_seconds=grace_seconds)
+        groups = {"removed": "removed", "kept": f"kept, younger than {grace_hours:g} h"}
     else:
-        _find(out, store, grace_hours, as_list=as_list)
+        orphans = find_orphans(store, grace_seconds=grace_seconds, timeout_seconds=_LOOK_SECONDS)
+        groups = {"old": f"at least {grace_hours:g} h old", "young": "younger, perhaps of a save under way"}
+    noun, what = "shard", "shards that the manifest does not name"
+    if orphans.is_run:
+        noun, what = "object", "objects that no live checkpoint of the run uses"
+    out.say(f"{store.url}: orphans ({what})")
+    document: dict[str, object] = {"url": store.url, "is_run": orphans.is_run}
+    for (name, state), infos in zip(groups.items(), (orphans.old, orphans.young), strict=True):
+        if as_list:
+            out.say(*(f"{info.key}  {info.size_bytes}" for info in infos))
+        out.say(f"{format_count(len(infos), noun)}, {human_bytes(sum(info.size_bytes for info in infos))}: {state}")
+        document[name] = [{"key": info.key, "bytes": info.size_bytes} for info in infos]
+    out.say(*describe_failures(orphans.failed))
+    if orphans.failed:
+        raise StorageError("Some orphans could not be deleted. Run the command again.", failed=len(orphans.failed))
+    if not yes:
+        if orphans.abandoned:
+            size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
+            count = format_count(len(orphans.abandoned), "checkpoint")
+            out.say(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`")
+        if orphans.old:
+            out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --yes")
+        elif orphans.young:
+            out.say(f"To remove the younger {noun}s, while no job saves here, add --yes --grace-hours 0")
+        document["abandoned"] = [build_entry(entry) for entry in orphans.abandoned]
+    out.give(document)
 
 
 def describe_failures(failed: Mapping[str, StorageError]) -> list[str]:
     """Return a line for each of the first objects that could not be deleted."""
     return [f"{key}: {error}" for key, error in islice(failed.items(), _FAILURES_SHOWN)]
-
-
-def _find(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool) -> None:
-    orphans = find_orphans(store, grace_seconds=grace_hours * _HOUR_SECONDS, timeout_seconds=_LOOK_SECONDS)
-    old = _Group("old", orphans.old, f"at least {grace_hours:g} h old")
-    young = _Group("young", orphans.young, "younger, perhaps of a save under way")
-    document = _report(out, store.url, old, young, is_run=orphans.is_run, as_list=as_list)
-    if orphans.abandoned:
-        size = human_bytes(sum(entry.size_bytes for entry in orphans.abandoned))
-        count = format_count(len(orphans.abandoned), "checkpoint")
-        out.say(f"not orphans: {count} abandoned by a rollback, {size}; delete with `dcp-remote rm`")
-    noun = _noun_of(is_run=orphans.is_run)
-    if orphans.old:
-        out.say(f"Nothing was changed. To remove the older {noun}s, while no job saves here, add --yes")
-    elif orphans.young:
-        out.say(f"To remove the younger {noun}s, while no job saves here, add --yes --grace-hours 0")
-    out.give({**document, "abandoned": [build_entry(entry) for entry in orphans.abandoned]})
-
-
-def _remove(out: Output, store: ObjectStore, grace_hours: float, *, as_list: bool) -> None:
-    require_answer(store)
-    removal = remove_orphans(store, grace_seconds=grace_hours * _HOUR_SECONDS)
-    removed = _Group("removed", removal.removed, "removed")
-    kept = _Group("kept", removal.kept, f"kept, younger than {grace_hours:g} h")
-    document = _report(out, store.url, removed, kept, is_run=removal.is_run, as_list=as_list)
-    out.say(*describe_failures(removal.failed))
-    if removal.failed:
-        raise StorageError("Some orphans could not be deleted. Run the command again.", failed=len(removal.failed))
-    out.give(document)
-
-
-class _Group(NamedTuple):
-    name: str  # in the JSON document
-    objects: Sequence[ObjectInfo]
-    state: str  # text
-
-
-def _report(out: Output, url: str, listed: _Group, other: _Group, *, is_run: bool, as_list: bool) -> dict[str, object]:
-    """Print two groups of orphans, if asked also their objects one by one; return the document."""
-    what = "objects that no live checkpoint of the run uses" if is_run else "shards that the manifest does not name"
-    out.say(f"{url}: orphans ({what})")
-    document: dict[str, object] = {"url": url, "is_run": is_run}
-    for name, objects, state in (listed, other):
-        if as_list:
-            out.say(*(f"{info.key}  {info.size_bytes}" for info in objects))
-        size = human_bytes(sum(info.size_bytes for info in objects))
-        out.say(f"{format_count(len(objects), _noun_of(is_run=is_run))}, {size}: {state}")
-        document[name] = [{"key": info.key, "bytes": info.size_bytes} for info in objects]
-    return document
-
-
-def _noun_of(*, is_run: bool) -> str:
-    return "object" if is_run else "shard"

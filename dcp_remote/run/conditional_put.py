@@ -29,8 +29,7 @@ from dcp_remote.storage.rereads import RereadingStore
 
 # Shorter than those of other writes: what is put on condition changes seldom, so that a second attempt most often
 # succeeds.
-_FIRST_PAUSE_SECONDS = 0.05
-_PAUSE_SECONDS_MAX = 5.0
+_PAUSES = RetryPolicy(first_delay_seconds=0.05, delay_seconds_max=5.0)
 
 # S3 answers 409 while another conditional write of the key is under way; that clears in a moment. A store that goes on
 # refusing although nothing changed does not do conditional writes.
@@ -93,23 +92,16 @@ def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, l
     return found
 
 
-class Backoff:
-    """Pauses between attempts, with full jitter."""
+def pause(deadline: Deadline, attempt: int) -> bool:
+    """Wait after the `attempt`-th failure (from 1), with full jitter; return True.
 
-    def __init__(self, deadline: Deadline) -> None:
-        """Store the deadline; nothing is waited for."""
-        self._deadline = deadline
-        self._delays = RetryPolicy(_FIRST_PAUSE_SECONDS, _PAUSE_SECONDS_MAX).growing_delays()
-        self._seconds = next(self._delays)
-
-    def is_exhausted(self) -> bool:
-        """Return whether the next pause, at its longest, would reach the deadline."""
-        return self._deadline.remaining_seconds() <= self._seconds
-
-    def pause(self) -> None:
-        """Wait; the next pause is longer."""
-        self._deadline.clock.sleep(self._deadline.clock.uniform(0, self._seconds))
-        self._seconds = next(self._delays)
+    Or return False at once, if the pause at its longest would reach the deadline.
+    """
+    seconds = _PAUSES.delay_seconds_limit(attempt)
+    if deadline.remaining_seconds() <= seconds:
+        return False
+    deadline.clock.sleep(deadline.clock.uniform(0, seconds))
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +136,7 @@ def put_until_settled(
     function can settle them.
     """
     content: Buffer | None = body
-    backoff, refusals, is_unclear = Backoff(deadline), 0, False
+    attempt, refusals, is_unclear = 0, 0, False
     while content is not None:
         try:
             store.put(key, [content], condition=seen.version or "absent")
@@ -154,9 +146,8 @@ def put_until_settled(
             return
         is_unclear |= isinstance(failure, TransientStorageError)
         is_refused = isinstance(failure, ConditionFailedError)
-        is_last = backoff.is_exhausted()
-        if not is_last:
-            backoff.pause()
+        attempt += 1
+        is_last = not pause(deadline, attempt)
         try:
             now = look()
         except DcpRemoteError as error:

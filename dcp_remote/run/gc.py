@@ -11,10 +11,10 @@ look the same. So no save that began before may commit any more when orphans are
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_remote.common.deadline import Deadline
@@ -22,7 +22,6 @@ from dcp_remote.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
     ConditionFailedError,
-    InvalidArgumentError,
     PermissionDeniedError,
     StorageError,
     TransientStorageError,
@@ -32,7 +31,7 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, raise_floor, 
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, is_written_key, revision_of
 from dcp_remote.format.manifest import MANIFEST_KEY
 from dcp_remote.run.catalog_store import Change, missing_catalog, read_catalog, swap
-from dcp_remote.run.conditional_put import Backoff, find_object, require_compare_and_swap
+from dcp_remote.run.conditional_put import find_object, pause, require_compare_and_swap
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.lookup import not_found, read_stored
 from dcp_remote.storage.base import Content, ObjectInfo, ObjectStore
@@ -57,20 +56,11 @@ _REFUSALS_MAX = 5
 class Orphans:
     """Objects that no live checkpoint names."""
 
-    old: tuple[ObjectInfo, ...]  # at least as old as the grace, and so removed
+    old: tuple[ObjectInfo, ...]  # at least as old as the grace; of `remove_orphans` those that were removed
     young: tuple[ObjectInfo, ...]  # younger than the grace, or of a later catalog; perhaps of a save under way
     abandoned: tuple[Entry, ...] = ()  # live checkpoints that a later job left behind; no orphans, for information
     is_run: bool = False  # False for a checkpoint by itself, whose orphans are all shards
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """Result of removing orphans."""
-
-    removed: tuple[ObjectInfo, ...]
-    kept: tuple[ObjectInfo, ...]  # younger than the grace, or of a later catalog
-    failed: dict[str, StorageError] = field(default_factory=dict)  # errors of those not deleted, by key
-    is_run: bool = False
+    failed: Mapping[str, StorageError] = field(default_factory=dict)  # errors of old ones that stay, by key
 
 
 def find_orphans(
@@ -78,18 +68,16 @@ def find_orphans(
     *,
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float = TIMEOUT_SECONDS,
-    clock: Callable[[], float] = time.time,
 ) -> Orphans:
     """Find the orphans that `remove_orphans` would remove if this machine's clock agreed with the store's; only reads.
 
     Costs two LISTs (a request per thousand objects; half a gigabyte of memory per million) and a GET of the catalog; in
     a run also a GET of each live manifest, else a GET of the manifest. If one of these is damaged, or of a newer
-    version, the objects in use are not known, and the error says so. `clock` is Unix time, an argument for tests.
+    version, the objects in use are not known, and the error says so.
     """
-    _require_grace(grace_seconds)
     deadline = Deadline(timeout_seconds)
     seen = _look(store, RetryingStore(store, deadline), LiveShards(), deadline)
-    return seen.orphans(now_seconds=clock(), grace_seconds=grace_seconds)
+    return seen.orphans(now_seconds=time.time(), grace_seconds=grace_seconds)
 
 
 def remove_orphans(
@@ -98,8 +86,8 @@ def remove_orphans(
     grace_seconds: float = GRACE_SECONDS,
     timeout_seconds: float = TIMEOUT_SECONDS,
     clock: Callable[[], float] = time.time,
-) -> Removal:
-    """Remove the orphans that are at least as old as a grace.
+) -> Orphans:
+    """Remove the orphans that are at least as old as a grace, and return them; `clock` is Unix time, for tests.
 
     Nothing is written unless an orphan is that old by this machine's clock. An orphan is removed only if it is that old
     by the store's clock, too, which is read from the catalog or manifest that was just put. A save that is under way at
@@ -118,14 +106,13 @@ def remove_orphans(
     require_compare_and_swap(
         store, "This store cannot replace an object on condition, and so gc cannot tell orphans from a save under way."
     )
-    _require_grace(grace_seconds)
     deadline, live = Deadline(timeout_seconds), LiveShards()
-    reading, backoff, refusals = RetryingStore(store, deadline), Backoff(deadline), 0
-    while True:
+    reading, refusals = RetryingStore(store, deadline), 0
+    for attempt in itertools.count(1):
         seen = _look(store, reading, live, deadline)
         found = seen.orphans(now_seconds=clock(), grace_seconds=grace_seconds)
         if not found.old:
-            return Removal(removed=(), kept=found.young, is_run=found.is_run)
+            return found
         if seen.catalog is not None:
             swap(store, _raise_floor(store, seen.catalog, found.old), deadline=deadline)
             # A save that committed before the swap may name a former orphan; after the swap none can.
@@ -146,18 +133,17 @@ def remove_orphans(
                     url=store.url,
                     cause=error,
                 ) from error
+            pause(deadline, attempt)
         except TransientStorageError:
-            if backoff.is_exhausted():
+            if not pause(deadline, attempt):
                 raise
-        backoff.pause()
     now_seconds = reading.head(MANIFEST_KEY if seen.catalog is None else CATALOG_KEY).modified_seconds
     removable = replace(seen, listed=found.old).orphans(now_seconds=now_seconds, grace_seconds=grace_seconds)
-    removal = delete_orphans(store, removable, deadline)
-    return replace(removal, kept=found.young + removal.kept)
+    return delete_orphans(store, replace(removable, young=found.young + removable.young), deadline)
 
 
-def delete_orphans(store: ObjectStore, found: Orphans, deadline: Deadline) -> Removal:
-    """Delete the old orphans, which no save can name any more; a DELETE per thousand.
+def delete_orphans(store: ObjectStore, found: Orphans, deadline: Deadline) -> Orphans:
+    """Delete the old orphans, which no save can name any more, and return the result; a DELETE per thousand.
 
     If none of the first thousand may be deleted, no more is tried, and the error is raised.
     """
@@ -169,8 +155,7 @@ def delete_orphans(store: ObjectStore, found: Orphans, deadline: Deadline) -> Re
         raise errors[0]
     late = TransientStorageError("The deadline passed before the object was deleted; run gc again.", url=store.url)
     failed = {**dict.fromkeys(queue, late), **deleted.failed}
-    removed = tuple(info for info in found.old if info.key not in failed)
-    return Removal(removed=removed, kept=found.young, failed=failed, is_run=found.is_run)
+    return replace(found, old=tuple(info for info in found.old if info.key not in failed), failed=failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +258,6 @@ def _put_again(store: ObjectStore, stored: Content | None, deadline: Deadline) -
     nonce = uuid.uuid4().hex
     body = manifest_json.make_tombstone(nonce, ()) if stored is None else manifest_json.reencode(stored.data, nonce)
     store.put(MANIFEST_KEY, [body], condition="absent" if stored is None else stored.version)
-
-
-def _require_grace(grace_seconds: float) -> None:
-    if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
-        raise InvalidArgumentError("The grace must be at least 0, and finite.", grace_seconds=grace_seconds)
 
 
 def _revision(info: ObjectInfo) -> int:

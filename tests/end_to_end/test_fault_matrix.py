@@ -93,7 +93,7 @@ def check(store: MemoryStore, faulty: FaultyStore, promise: Told, world_size: in
         assert found(store) == NEXT
     removal = remove_orphans(store, grace_seconds=0.0)
     assert removal.failed == {}
-    assert removal.kept == ()
+    assert removal.young == ()
     assert shards_in(store) == named(store)
     assert found(store) == NEXT
 
@@ -250,7 +250,7 @@ def test_removing_orphans_harms_nothing(way: Way, *, committed: bool, settle_las
         timeout_seconds = FOR_EVER_SECONDS if way in NO_ANSWER else PATIENCE_SECONDS
         removed: Sequence[object] = ()
         try:
-            removed = remove_orphans(faulty, grace_seconds=0.0, timeout_seconds=timeout_seconds).removed
+            removed = remove_orphans(faulty, grace_seconds=0.0, timeout_seconds=timeout_seconds).old
         except DcpRemoteError:
             assert way in (*NO_ANSWER, "403 on the way back")
         else:

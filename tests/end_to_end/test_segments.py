@@ -253,7 +253,7 @@ def test_retention_keeps_what_another_manifest_names() -> None:
         require_run(store, retry_seconds=1).entries[0].manifest,
         *manifest.shards.keys,
     }
-    assert remove_orphans(store, grace_seconds=0).removed == ()
+    assert remove_orphans(store, grace_seconds=0).old == ()
 
 
 def test_thinning_reads_no_segment() -> None:

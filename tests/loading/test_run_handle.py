@@ -327,7 +327,7 @@ def test_objects_that_may_not_be_deleted(caplog: pytest.LogCaptureFixture) -> No
         open_run(Keeping(store)).delete(1)
     assert steps(store) == [2]
     assert "objects of a deleted checkpoint are left to `dcp-remote gc`" in caplog.text
-    assert remove_orphans(store, grace_seconds=0).removed
+    assert remove_orphans(store, grace_seconds=0).old
     assert keys(store) == named(store)
 
 

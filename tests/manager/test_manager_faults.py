@@ -216,7 +216,7 @@ def finish_background_work(manager: CheckpointManager) -> None:
 def remove_orphans(store: MemoryStore) -> None:
     removal = gc.remove_orphans(store, grace_seconds=0)
     assert removal.failed == {}
-    assert removal.kept == ()
+    assert removal.young == ()
 
 
 def retire_newest(store: MemoryStore) -> None:

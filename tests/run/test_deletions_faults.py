@@ -221,7 +221,7 @@ def check(store: MemoryStore, faulty: FaultyStore) -> None:
     assert steps(store)[-2:] == [newest, NEXT]
     removal = remove_orphans(store, grace_seconds=0)
     assert removal.failed == {}
-    assert removal.kept == ()
+    assert removal.young == ()
     assert_tidy(store)
 
 

@@ -53,7 +53,7 @@ def put_orphans(store: ObjectStore, *, revision: int = 0, count: int = 2) -> set
 
 
 def removed(store: ObjectStore) -> set[str]:
-    return {info.key for info in remove_orphans(store, grace_seconds=0).removed}
+    return {info.key for info in remove_orphans(store, grace_seconds=0).old}
 
 
 def test_orphans_of_saves_that_were_cut_off_and_of_what_was_retired() -> None:
@@ -100,7 +100,7 @@ def test_a_run_that_no_job_saves_to_any_more() -> None:
     swap(store, lambda run: raise_floor(run, 2), deadline=Deadline(30))
     written = put_orphans(store)
     now[0] = 100 * DAY_SECONDS
-    assert {info.key for info in remove_orphans(store, clock=lambda: now[0]).removed} == written
+    assert {info.key for info in remove_orphans(store, clock=lambda: now[0]).old} == written
 
 
 def test_names_of_a_later_revision_than_the_catalog_s() -> None:
@@ -112,8 +112,8 @@ def test_names_of_a_later_revision_than_the_catalog_s() -> None:
     removal = remove_orphans(store, grace_seconds=0)
     catalog = stored(store)
     assert catalog is not None
-    assert {key for key in old if key in keys(store)} == {info.key for info in removal.kept}
-    assert removal.kept
+    assert {key for key in old if key in keys(store)} == {info.key for info in removal.young}
+    assert removal.young
     assert_sound(store)
 
 

@@ -199,7 +199,7 @@ def test_leftover_probes_are_ignored() -> None:
         memory.put(f"{PROBES_PREFIX}{'0' * 32}", [b"x"])
     assert steps(run) == [1, 2]
     assert find_orphans(run, grace_seconds=0).old == ()
-    assert remove_orphans(checkpoint, grace_seconds=0).removed == ()
+    assert remove_orphans(checkpoint, grace_seconds=0).old == ()
     assert load(checkpoint)["weight"].tolist() == [1, 1, 1]
 
 

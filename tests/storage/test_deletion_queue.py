@@ -127,7 +127,7 @@ def test_gc_without_permission_sends_one_request() -> None:
     store = HoldingStore(MemoryStore(), lambda key: key == keys[-1])
     removal = delete_orphans(store, orphans, deadline)
     assert list(removal.failed) == [keys[-1]]
-    assert [info.key for info in removal.removed] == keys[:-1]
+    assert [info.key for info in removal.old] == keys[:-1]
 
 
 def test_gc_that_has_no_time_left_says_what_it_left() -> None:
@@ -136,7 +136,7 @@ def test_gc_that_has_no_time_left_says_what_it_left() -> None:
     store = HoldingStore(MemoryStore(), lambda _: False)
     removal = delete_orphans(store, Orphans(old=infos, young=()), Deadline(0))
     assert store.asked == []
-    assert removal.removed == ()
+    assert removal.old == ()
     assert list(removal.failed) == ["a", "b"]
 
 

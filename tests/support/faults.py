@@ -100,4 +100,4 @@ def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the pauses between attempts to milliseconds."""
     policy = partial(RetryPolicy, first_delay_seconds=0.002, delay_seconds_max=0.01)
     monkeypatch.setattr(retrying, "RetryPolicy", policy)
-    monkeypatch.setattr(conditional_put, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(conditional_put, "_PAUSES", RetryPolicy(0.001, 5.0))
