@@ -20,8 +20,9 @@ from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.info import find_age_seconds
 from dcp_remote.run.lookup import find_entry
 from dcp_remote.run.retention import Best, Decision, Retention
-from dcp_remote.run.usage import Cleared, Usage, clear, read_usage
+from dcp_remote.run.usage import Usage, clear, read_usage
 from dcp_remote.storage import ObjectStore, open_store
+from dcp_remote.storage.deletion_queue import Deleted
 
 _DAY_SECONDS = 86_400.0
 
@@ -174,7 +175,7 @@ def prune(
 
     def apply(deletions: Deletions, deadline: Deadline) -> Applied:
         if damaged is not None:
-            return Applied(catalog, reason=describe_unreadable(damaged, usage.unreadable[damaged]))
+            return Applied(reason=describe_unreadable(damaged, usage.unreadable[damaged]))
         return deletions.apply(retention, deadline=deadline, planned=(catalog, decision))
 
     listed = {"retire": [build_entry(entry) for entry in retire], "thin": [build_entry(entry) for entry in thin]}
@@ -229,22 +230,22 @@ def _carry_out(
     `listed` is the beginning of the document. Raises if objects could not be deleted.
     """
     would_free_bytes = usage.freed_bytes(decision)
-    cleared = clear(store, usage, apply, timeout_seconds=TIMEOUT_SECONDS) if yes else Cleared()
-    deleted = cleared.deleted
+    applied, deleted, freed_bytes = Applied(), Deleted(), 0
     if yes:
-        steps = join_some([f"step {step}" for step in cleared.retired]) or "no checkpoint"
-        freed = human_bytes(cleared.freed_bytes)
+        applied, deleted, freed_bytes = clear(store, usage, apply, timeout_seconds=TIMEOUT_SECONDS)
+        steps = join_some([f"step {step}" for step in applied.retired]) or "no checkpoint"
+        freed = human_bytes(freed_bytes)
         out.say(f"deleted {steps} ({format_count(deleted.removed, 'object')}, {freed} freed)")
     else:
         say_unreadable(out, usage)
         if decision.retire or decision.thin:
             known = f"free {human_bytes(would_free_bytes)}" if would_free_bytes is not None else "delete"
             out.say(f"Nothing was changed. To {known}, add --yes")
-    if cleared.thinned:
-        out.say(f"without optimizer: {join_some([f'step {step}' for step in cleared.thinned])}")
-    if cleared.reason is not None:
-        is_done = cleared.retired or cleared.thinned
-        out.say(f"{'some objects are left for `dcp-remote gc`: ' if is_done else ''}{cleared.reason}")
+    if applied.thinned:
+        out.say(f"without optimizer: {join_some([f'step {step}' for step in applied.thinned])}")
+    if applied.reason is not None:
+        is_done = applied.retired or applied.thinned
+        out.say(f"{'some objects are left for `dcp-remote gc`: ' if is_done else ''}{applied.reason}")
     out.say(*describe_failures(deleted.failed))
     if deleted.failed or deleted.left or deleted.given_up:
         raise StorageError(
@@ -259,10 +260,10 @@ def _carry_out(
             "url": store.url,
             **listed,
             "would_free_bytes": would_free_bytes,
-            "deleted": cleared.retired,
-            "thinned": cleared.thinned,
+            "deleted": applied.retired,
+            "thinned": applied.thinned,
             "objects_deleted": deleted.removed,
-            "freed_bytes": cleared.freed_bytes,
-            "left_for_gc": cleared.reason,
+            "freed_bytes": freed_bytes,
+            "left_for_gc": applied.reason,
         }
     )

@@ -59,7 +59,6 @@ Choose = Callable[[Catalog], Decision]
 class Applied:
     """Result of retiring and thinning."""
 
-    catalog: Catalog  # as the swap left it
     retired: tuple[int, ...] = ()  # steps, ascending
     thinned: tuple[int, ...] = ()  # steps of the checkpoints that lost their optimizer, ascending
     reason: str | None = None  # why not everything was done; None if it was
@@ -213,16 +212,16 @@ class Deletions:
         require_owner(now, owner)
         decision = choose(now)
         if not decision.retire and not decision.thin:
-            return Applied(now)
+            return Applied()
         ready, unreadable = self._prepared(now, frozenset(decision.thin), keys, deadline)
         # The manifests of those to be retired are read, too: their shards are what may be deleted.
         known = [entry for entry in now.entries if entry not in unreadable]
         unreadable |= self.named.read(self._store, known, deadline)
         damaged = {entry.step for entry, error in unreadable.items() if not isinstance(error, CheckpointNotFoundError)}
         if not explicit and not damaged.issubset(decision.retire):
-            return Applied(now, reason=self._tell(unreadable))
+            return Applied(reason=self._tell(unreadable))
         if not decision.retire and not ready:
-            return Applied(now)
+            return Applied()
         for thin, body in ready.values():
             self.note(now.run_id, thin, ())
             # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
@@ -299,7 +298,6 @@ class Deletions:
             reason = f"not all manifests of live checkpoints could be read, so that shards are deleted later: {error}"
         self._bare = {(manifest, keys) for manifest, keys in self._bare if manifest in live}
         return Applied(
-            after,
             retired=tuple(
                 sorted(entry.step for key, entry in gone.items() if key == entry.save_id and key not in live_saves)
             ),

@@ -26,10 +26,10 @@ def drop_keys(manifest: Manifest, keys: Collection[str]) -> Manifest:
     `run.thinned` lists the keys that were dropped. Segments need not be joined. They go with the tensors of a key, and
     tensors at the top of the state dict, which share segments, stay.
     """
-    tops = {name: _top_key(manifest, name) for name in manifest.names()}
+    paths = manifest.flatten or {}
+    tops = {name: top_level_key(paths.get(name)) or name for name in manifest.names()}
     gone = {name for name, top in tops.items() if top in keys}
     if manifest.segments is not None:
-        paths = manifest.flatten or {}
         gone = {name for name in gone if name not in manifest.tensors.index or top_level_key(paths.get(name))}
     if not gone:
         return manifest
@@ -64,12 +64,6 @@ def drop_keys(manifest: Manifest, keys: Collection[str]) -> Manifest:
         if run is None
         else replace(run, thinned=tuple(sorted({*run.thinned, *(tops[name] for name in gone)}))),
     )
-
-
-def _top_key(manifest: Manifest, name: str) -> str:
-    """Return the top-level key of the state dict that an entry belongs to."""
-    path = manifest.flatten.get(name) if manifest.flatten is not None else None
-    return str(path[0]) if path else name
 
 
 def _take_tensors(tensors: Tensors, gone: Collection[str]) -> tuple[Tensors, _Mask]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -150,21 +150,12 @@ def _find_tops(manifest: Manifest) -> dict[int, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """Result of deleting checkpoints and their objects."""
-
-    retired: Sequence[int] = ()  # steps
-    thinned: Sequence[int] = ()  # steps
-    deleted: Deleted = field(default_factory=Deleted)  # objects
-    freed_bytes: int = 0  # of the shards that were deleted
-    reason: str | None = None  # why not everything was done; None if it was
-
-
 def clear(
     store: ObjectStore, usage: Usage, apply: Callable[[Deletions, Deadline], Applied], *, timeout_seconds: float
-) -> Cleared:
-    """Retire or thin checkpoints by `apply`, then delete what none names any more, and count the bytes.
+) -> tuple[Applied, Deleted, int]:
+    """Retire or thin checkpoints by `apply`, then delete what none names any more.
+
+    Returns what was applied in all, what became of the objects, and the bytes of the shards that were deleted.
 
     Beside a job that saves: each change is a swap of the catalog, and only what no live checkpoint names after the swap
     is deleted. Manifests that `usage` knows are not read again. `apply` is called until nothing more is thinned, with
@@ -173,15 +164,12 @@ def clear(
     deletions, deadline = Deletions(store), Deadline(timeout_seconds)
     for entry, keys in usage.named.items():
         deletions.named.remember(entry.manifest, keys)
-    retired: list[int] = []
-    thinned: list[int] = []
-    while True:
+    total, has_thinned = Applied(), True
+    while total.reason is None and has_thinned:
         applied = apply(deletions, deadline)
-        retired += applied.retired
-        thinned += applied.thinned
-        if applied.reason is not None or not applied.thinned:
-            break
+        retired, thinned = sorted(total.retired + applied.retired), sorted(total.thinned + applied.thinned)
+        total, has_thinned = Applied(tuple(retired), tuple(thinned), applied.reason), bool(applied.thinned)
     queued = frozenset(deletions.queue)
     deleted = deletions.queue.delete(deadline=Deadline(timeout_seconds))
     gone = queued.difference(deletions.queue, deleted.failed) if deleted.removed else frozenset()
-    return Cleared(sorted(retired), sorted(thinned), deleted, usage.size_of(gone), applied.reason)
+    return total, deleted, usage.size_of(gone)

@@ -14,8 +14,10 @@ from dcp_remote import CheckpointManager, load
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.format.catalog import pin_entry
 from dcp_remote.run.catalog_store import require_catalog, swap
-from dcp_remote.run.usage import Cleared, clear
+from dcp_remote.run.deletions import Applied
+from dcp_remote.run.usage import clear
 from dcp_remote.storage import LocalStore, ObjectStore
+from dcp_remote.storage.deletion_queue import Deleted
 from tests.support.command_line import CommandLine
 from tests.support.runs import fence, save
 from tests.support.schemas import require_schema
@@ -104,7 +106,7 @@ def test_only_what_was_printed_goes(
 ) -> None:
     """Save after the plan: neither a step that the new one pushes out nor a new save of a printed step goes."""
 
-    def clear_later(store: ObjectStore, *arguments: Any, **options: Any) -> Cleared:
+    def clear_later(store: ObjectStore, *arguments: Any, **options: Any) -> tuple[Applied, Deleted, int]:
         save(store, step, letter="b", overwrite=True)
         return clear(store, *arguments, **options)
 

@@ -108,9 +108,9 @@ def test_what_retention_lets_go_is_deleted() -> None:
     before = stored(store)
     applied = apply(store, Retention(keep_last=2, keep_optimizer_last=1))
     assert (applied.retired, applied.thinned, applied.reason) == ((1, 2, 3), (4,), None)
-    after = applied.catalog
-    assert after == stored(store)
+    after = stored(store)
     assert before is not None
+    assert after is not None
     assert (after.revision, after.floor) == (before.revision + 1, before.entries[2].began_revision + 1)
     assert steps(store) == [4, 5]
     assert_tidy(store)
@@ -142,7 +142,7 @@ def test_nothing_goes_twice() -> None:
     assert (applied.retired, applied.thinned) == ((), ())
     assert verbs(recording) == ["get catalog"]
     recording.clear()
-    assert maintenance.apply(retention, deadline=deadline(), catalog=applied.catalog) == applied
+    assert maintenance.apply(retention, deadline=deadline(), catalog=stored(store)) == applied
     assert recording.calls == []
 
 
@@ -312,7 +312,7 @@ def test_what_is_live_cannot_be_read_after_the_swap() -> None:
     assert applied.reason is not None
     delete(maintenance)
     assert_sound(store)
-    assert len(remove_orphans(store, grace_seconds=0).removed) == 4
+    assert len(remove_orphans(store, grace_seconds=0).old) == 4
     assert keys(store) == named(store)
 
 
