@@ -15,15 +15,13 @@ from dcp_remote.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
     DcpRemoteError,
-    ObjectNotFoundError,
     UnsupportedFormatError,
 )
 from dcp_remote.format import catalog_json
 from dcp_remote.format.catalog import CATALOG_KEY, Catalog
-from dcp_remote.run.conditional_put import Found, put_until_settled, require_compare_and_swap
+from dcp_remote.run.conditional_put import Found, find, put_until_settled, require_compare_and_swap
 from dcp_remote.storage.base import ObjectStore
 from dcp_remote.storage.conditional_writes import require_conditional_writes
-from dcp_remote.storage.rereads import get_decoded
 from dcp_remote.storage.retrying import RetryingStore
 
 # Function from the catalog to the one that replaces it; None if nothing is left to do. To refuse, it raises.
@@ -48,18 +46,19 @@ def require_catalog(store: ObjectStore) -> Catalog:
 
 def see_catalog(store: ObjectStore) -> Found[Catalog]:
     """Read the catalog as `read_catalog` does, with the version that a swap compares."""
-    try:
-        content, catalog = get_decoded(
-            store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX
-        )
-    except ObjectNotFoundError:
-        return Found(None)
-    except CorruptCheckpointError as error:
-        what = f"The catalog of this run cannot be read: {error.what} `dcp-remote recover` rebuilds it."
-        raise CorruptCheckpointError(what, **{"url": store.url, **error.details}) from error
-    except UnsupportedFormatError as error:
-        raise error.with_details(url=store.url) from error
-    return Found(content.version, catalog)
+    found = find_catalog(store)
+    if found.error is not None:
+        what = f"The catalog of this run cannot be read: {found.error.what} `dcp-remote recover` rebuilds it."
+        raise CorruptCheckpointError(what, **{"url": store.url, **found.error.details}) from found.error
+    return found
+
+
+def find_catalog(store: ObjectStore) -> Found[Catalog]:
+    """Read the catalog as `see_catalog` does; the error of a damaged one is returned, and not raised."""
+    found = find(store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX)
+    if isinstance(found.error, UnsupportedFormatError):
+        raise found.error.with_details(url=store.url) from found.error
+    return found
 
 
 def missing_catalog(store: ObjectStore) -> CheckpointNotFoundError:

@@ -68,7 +68,7 @@ def find_object(store: ObjectStore, key: str) -> ObjectInfo | None:
 
 
 def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, limit_bytes: int) -> Found[_Content]:
-    """Read an object that may be damaged; one GET, and one more if it cannot be decoded.
+    """Read an object that may be damaged; one GET, and one more if it is.
 
     An object larger than the limit costs a HEAD with each GET.
     What is damaged, or larger than the limit, is not taken for the absence of an object.
@@ -89,6 +89,8 @@ def find(store: ObjectStore, key: str, decode: Callable[[bytes], _Content], *, l
                     return Found(None)
                 version = info.version
             found = Found(version, error=error)
+            if isinstance(error, UnsupportedFormatError):
+                break
     return found
 
 

@@ -31,8 +31,8 @@ from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry
 from dcp_remote.format.document import STORED_BYTES_MAX
 from dcp_remote.format.keys import MANIFESTS_PREFIX, SHARDS_PREFIX, revision_of
 from dcp_remote.format.manifest import Manifest
-from dcp_remote.run.catalog_store import unknown_swap
-from dcp_remote.run.conditional_put import FailedPut, Found, find, put_until_settled, require_compare_and_swap
+from dcp_remote.run.catalog_store import find_catalog, unknown_swap
+from dcp_remote.run.conditional_put import FailedPut, Found, put_until_settled, require_compare_and_swap
 from dcp_remote.run.gc import TIMEOUT_SECONDS
 from dcp_remote.run.lookup import not_found
 from dcp_remote.storage.base import ObjectInfo, ObjectStore
@@ -155,7 +155,7 @@ def recover(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
         CATALOG_KEY,
         body,
         there,
-        look=lambda: _look(asking),
+        look=lambda: find_catalog(asking),
         decide=decide,
         unknown=lambda failure: unknown_swap(store, failure),
         deadline=deadline,
@@ -165,7 +165,7 @@ def recover(store: ObjectStore, *, timeout_seconds: float = TIMEOUT_SECONDS) -> 
 
 
 def _rebuild(store: ObjectStore) -> tuple[Recovered, Found[Catalog]]:
-    there = _look(store)
+    there = find_catalog(store)
     if there.content is not None:
         raise InvalidArgumentError(
             "The catalog of this run can be read, so that there is nothing to recover.",
@@ -186,14 +186,6 @@ def _rebuild(store: ObjectStore) -> tuple[Recovered, Found[Catalog]]:
     # The token rises above that of any job, which is told the reason.
     catalog = replace(catalog, holder=f"recovery of the catalog on {describe_process()}")
     return Recovered(catalog, left, damaged=there.version is not None), there
-
-
-def _look(store: ObjectStore) -> Found[Catalog]:
-    """Read the object at the catalog's key; one GET, and one more if the catalog cannot be read."""
-    found = find(store, CATALOG_KEY, catalog_json.decode, limit_bytes=catalog_json.STORED_BYTES_MAX)
-    if isinstance(found.error, UnsupportedFormatError):
-        raise found.error.with_details(url=store.url) from found.error
-    return found
 
 
 def _read(store: ObjectStore, key: str, shards: Mapping[str, int]) -> FoundManifest | LeftOut:
