@@ -13,12 +13,13 @@ from typing import Any
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.errors import CheckpointExistsError, InvalidArgumentError
-from dcp_remote.format.catalog import BeginAgainError, Catalog, Entry
+from dcp_remote.format.catalog import Attempt, BeginAgainError, Catalog, Entry
 from dcp_remote.format.keys import origin
+from dcp_remote.format.manifest import RunInfo
 from dcp_remote.format.segments import segment_keys
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.run.background_deletions import BackgroundDeletions
-from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.job import CheckpointLabels, JobSession
 from dcp_remote.run.lookup import note_last, read_manifest_at
 from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
@@ -78,9 +79,7 @@ class Coordinator:
         # they run beside one.
         self.background_deletions = BackgroundDeletions(store.uncounted, retention)
 
-    def begin(
-        self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool
-    ) -> SaveTicket | Labelled:
+    def begin(self, notes: Sequence[CheckpointLabels], collective: Collective, *, borrow: bool) -> Attempt | Labelled:
         """Begin a save of all ranks; or return the checkpoint that this job has at the step, labelled with `exist_ok`.
 
         `notes` are the labels of all ranks; those of the coordinator count. With `borrow`, shards of an earlier
@@ -98,7 +97,7 @@ class Coordinator:
             )
         job, note, deadline = self.job, notes[0], collective.deadline
         begun = job.begin(note, borrow=self._dedup and borrow, deadline=deadline)
-        if isinstance(begun, SaveTicket):
+        if isinstance(begun, Attempt):
             return begun
         if note.exist_ok is None:
             return Labelled(begun, is_doubtful=True)
@@ -139,7 +138,7 @@ class Coordinator:
     def commit(
         self,
         collective: Collective,
-        begun: SaveTicket,
+        begun: Attempt,
         planned: Planned,
         reports: Sequence[SentReport],
         user: Mapping[str, Any],
@@ -149,7 +148,7 @@ class Coordinator:
         Raises:
             DcpRemoteError: See `manifest_assembly.assemble_manifest` and `JobSession.commit`.
         """
-        run, deadline = begun.run, collective.deadline
+        ours, deadline = begun.entry, collective.deadline
         segments: list[str] = []
         # Set if the save fails: threads that still put segments repeat no request, and delete what they have put.
         has_failed = threading.Event()
@@ -171,10 +170,10 @@ class Coordinator:
                 planned,
                 reports,
                 url=self.store.url,
-                save_id=begun.save_id,
-                run=run,
+                save_id=ours.save_id,
+                run=RunInfo(begun.run_id, ours.step, ours.token, ours.began_revision, ours.names, ours.metrics),
                 user=user,
-                segment_names=ShardNames(0, origin(revision=run.revision, step=run.step)),
+                segment_names=ShardNames(0, origin(revision=ours.began_revision, step=ours.step)),
                 # As of any shard that is reused: the commit asks for the checkpoint that names them.
                 segments_known=self._segments if begun.reused == self._named_by else {},
                 put=put_segment,
@@ -191,8 +190,8 @@ class Coordinator:
         replaced: dict[str, Entry] = {}
 
         def look(now: Catalog) -> None:
-            there = now.entry_at(run.step)
-            if there is not None and there.save_id != begun.save_id:
+            there = now.entry_at(ours.step)
+            if there is not None and there.save_id != ours.save_id:
                 replaced[there.manifest] = there
 
         try:

@@ -13,6 +13,7 @@ from dcp_remote.common.text import format_count, human_bytes
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import CommitConflictError, CommitUnknownError, DcpRemoteError
+from dcp_remote.format.catalog import Attempt
 from dcp_remote.format.keys import origin
 from dcp_remote.format.segments import find_segments
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
@@ -22,7 +23,6 @@ from dcp_remote.manager.save_planning import Agreed, RankPlanning, Replicas, Tas
 from dcp_remote.manager.sharing_store import SharingStore
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.info import catalog_of
-from dcp_remote.run.job import SaveTicket
 from dcp_remote.run.lookup import join_segments, read_manifest_at
 from dcp_remote.saving.dedup import Baseline
 from dcp_remote.saving.packing import choose_shard_bytes
@@ -132,13 +132,14 @@ class RankSaver:
         if not task.uncommitted:
             raise lost
         ticket, figures = task.uncommitted[0]
+        save_id = ticket.entry.save_id
         catalog = catalog_of(self._store, retry_seconds=_FIND_COMMIT_SECONDS)
-        entry = next((entry for entry in catalog.entries if entry.save_id == ticket.save_id), None) if catalog else None
+        entry = next((entry for entry in catalog.entries if entry.save_id == save_id), None) if catalog else None
         if entry is None:
             raise CommitUnknownError(
                 f"{lost.what} The coordinator was about to commit, and has not done so. It may commit later if its "
                 "process is only stopped.",
-                **{**lost.details, "url": self._store.url, "save_id": ticket.save_id},
+                **{**lost.details, "url": self._store.url, "save_id": save_id},
             ) from lost
         report = combine([figures], step=entry.step, save_id=entry.save_id, total_bytes=entry.size_bytes)
         return replace(report, world_size=self._ranks.world_size, background=task.background)
@@ -168,7 +169,7 @@ class RankSaver:
 
     def _upload(self, collective: Collective, task: Task, agreed: Agreed, progress: Progress) -> RankReport:
         """Upload what this rank writes, and keep a record of it for the next save once it is committed."""
-        run = agreed.ticket.run
+        entry = agreed.ticket.entry
         collective.set_activity("uploading")
         baseline = self._find_baseline(
             agreed.ticket,
@@ -196,7 +197,7 @@ class RankSaver:
                 agreed.plan,
                 task.planner,
                 uploads,
-                origin=origin(revision=run.revision, step=run.step),
+                origin=origin(revision=entry.began_revision, step=entry.step),
                 allow_pickle=self._allow_pickle,
                 shard_bytes_max=self._shard_bytes_max,
                 shard_bytes=self._shard_bytes,
@@ -208,7 +209,7 @@ class RankSaver:
         return report
 
     def _find_baseline(
-        self, ticket: SaveTicket, plan: SavePlan, store: SharingStore, *, retry_seconds: float
+        self, ticket: Attempt, plan: SavePlan, store: SharingStore, *, retry_seconds: float
     ) -> Baseline | None:
         """Return what this rank wrote or read last of the newest checkpoint, or all of it; None: nothing is reused.
 
@@ -300,7 +301,7 @@ class RankSaver:
         )
         return answer, replace(save_report, background=task.background)
 
-    def _give_up(self, collective: Collective, ticket: SaveTicket, put: tuple[str, ...]) -> None:
+    def _give_up(self, collective: Collective, ticket: Attempt, put: tuple[str, ...]) -> None:
         """Delete the shards of a save that failed, as soon as it is certain that it was not committed."""
         if collective.ended_before_commit:
             self.background_deletions.delete(put)

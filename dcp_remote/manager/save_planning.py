@@ -15,11 +15,11 @@ from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.collective import Collective
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.format.catalog import Owner
+from dcp_remote.format.catalog import Attempt, Owner
 from dcp_remote.manager.coordinator import Coordinator, Labelled
 from dcp_remote.manager.reports import RankFigures
 from dcp_remote.manager.telemetry import Operation
-from dcp_remote.run.job import CheckpointLabels, SaveTicket
+from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.saving.manifest_assembly import Planned, require_unicode
 from dcp_remote.saving.plan_cache import (
@@ -77,7 +77,7 @@ class Task:
     copied_bytes: int = 0  # memory of the copy of the state
     # Ticket and figures of the attempt that waits for the answer to its commit; empty at other times. Kept here
     # because the thread of an earlier save may be stuck, with a task of its own.
-    uncommitted: list[tuple[SaveTicket, RankFigures]] = field(default_factory=list, init=False)
+    uncommitted: list[tuple[Attempt, RankFigures]] = field(default_factory=list, init=False)
 
     @property
     def staged_seconds(self) -> float:
@@ -97,7 +97,7 @@ class Task:
 class Agreed(NamedTuple):
     """Plan of one save, as the ranks agreed on it."""
 
-    ticket: SaveTicket
+    ticket: Attempt  # to commit; its entry has neither size nor time yet
     plan: SavePlan  # of this rank
     planned: Planned | None  # contents of the checkpoint; None on other ranks than the coordinator
     latency_seconds: float = 0.0  # of the store, as the coordinator measured it; 0 if unknown
@@ -110,13 +110,13 @@ class _Request(NamedTuple):
     key: str | None  # save in which the ranks agreed on the plan that this rank would write again; None for a new plan
     table: PlanTable | None  # new plan
     # Saves that failed here, of which this rank does not know the outcome, and the shards put for each.
-    unclear: list[tuple[SaveTicket, tuple[str, ...]]]
+    unclear: list[tuple[Attempt, tuple[str, ...]]]
 
 
 class _Begun(NamedTuple):
     """Answer of the coordinator to the requests, if a save begins."""
 
-    ticket: SaveTicket
+    ticket: Attempt
     is_known: bool  # True if every rank writes what it wrote in the last save
     latency_seconds: float  # of the store, which other ranks have perhaps not measured
     share: Share | None = None  # share of this rank in a new plan; None if not all ranks have sent a new one
@@ -141,7 +141,7 @@ class RankPlanning:
         self._ranks = ranks
         self.coordinator, self.replicas = coordinator, replicas
         # Saves of which this rank does not know the outcome, and the shards put for each; the coordinator finds out.
-        self.unclear: list[tuple[SaveTicket, tuple[str, ...]]] = []
+        self.unclear: list[tuple[Attempt, tuple[str, ...]]] = []
         self.owner: Owner | None = None
         self._kept = PlanCache()
         # On the coordinator: names of tensors that were compared between ranks in this job, and of objects of which a
@@ -178,7 +178,7 @@ class RankPlanning:
             return begun
         task.finish_copies()
         ticket = begun.ticket
-        self.owner = Owner(ticket.run.run_id, ticket.run.token)
+        self.owner = Owner(ticket.run_id, ticket.entry.token)
         if not begun.is_known:
             share = begun.share
             if share is None:
@@ -186,7 +186,7 @@ class RankPlanning:
                 share = collective.scatter(table or self._make_table(proposal, planner), decisions.arrange_tables)
             self._compare_values(collective, planner, proposal, share, decisions)
             plan = to_rank_plan(proposal, share)
-            self._kept = kept = PlanCache(ticket.save_id, proposal, plan, decisions.planned)
+            self._kept = kept = PlanCache(ticket.entry.save_id, proposal, plan, decisions.planned)
         planner.finish_plan(kept.plan)
         return Agreed(ticket, kept.plan, kept.planned, begun.latency_seconds)
 

@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 from dcp_remote.common.deadline import Clock, Deadline
 from dcp_remote.errors import CommitUnknownError, DcpRemoteError, FencedError
-from dcp_remote.format.catalog import Catalog, Entry, Owner
+from dcp_remote.format.catalog import Attempt, Catalog, Entry, Owner
 from dcp_remote.run.deletions import Deletions
-from dcp_remote.run.job import SaveTicket
 from dcp_remote.run.retention import ChooseToDelete, Retention
 from dcp_remote.storage.base import ObjectStore
 
@@ -73,15 +72,15 @@ class BackgroundDeletions:
         if self._retention is not None or former or dead or not self._worker.is_done:
             self._hand_over(task, catalog)
 
-    def failed(self, attempt: SaveTicket, shards: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
+    def failed(self, attempt: Attempt, shards: Iterable[str], *, replaced: Iterable[Entry] = ()) -> None:
         """Delete the objects of an attempt once it is certain that it is not and cannot be committed.
 
         `shards` are the keys of the shards that it put, `replaced` the entries that its step had before.
         """
-        keys, former, run_id = frozenset(shards), tuple(replaced), attempt.run.run_id
+        keys, former, run_id = frozenset(shards), tuple(replaced), attempt.run_id
 
         def task(deletions: Deletions) -> None:
-            deletions.note(run_id, attempt.entry(), keys)
+            deletions.note(run_id, attempt.entry, keys)
             for replaced_entry in former:
                 deletions.note(run_id, replaced_entry)
 

@@ -22,7 +22,7 @@ Slot: TypeAlias = Found[Head]
 
 
 def read_slot(store: ObjectStore) -> Slot:
-    """Read the object at the manifest's key; one GET, and one more if it cannot be read. Coordinator only."""
+    """Read the object at the manifest's key; one GET, and one more if it is damaged. Coordinator only."""
     return find(store, MANIFEST_KEY, manifest_json.decode_head, limit_bytes=STORED_BYTES_MAX)
 
 

@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import SupportsFloat
 
@@ -32,7 +32,6 @@ from dcp_remote.format.catalog import (
     take_fence,
 )
 from dcp_remote.format.keys import manifest_key
-from dcp_remote.format.manifest import RunInfo
 from dcp_remote.run.catalog_store import require_catalog, swap
 from dcp_remote.run.lookup import require_no_checkpoint_by_itself, require_not_lost, wrong_step
 from dcp_remote.storage.base import ObjectStore
@@ -150,32 +149,6 @@ def _number(name: str, value: SupportsFloat) -> float:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class SaveTicket:
-    """Ticket of a save that has begun, which every rank must have; can be pickled."""
-
-    save_id: str
-    run: RunInfo  # as its manifest records it
-    reused: tuple[str, str] | None  # save_id and manifest key of the checkpoint whose shards may be reused
-    before: str | None  # save_id of the checkpoint at this step that is to be overwritten
-    manifest: str  # key of its manifest; no other save writes this key
-
-    def entry(self, *, size_bytes: int = 0, created: str = "") -> Entry:
-        """Return the entry of the checkpoint in the catalog; without size and time, of an attempt that has failed."""
-        run = self.run
-        return Entry(
-            run.step,
-            self.save_id,
-            self.manifest,
-            size_bytes,
-            created,
-            run.token,
-            run.revision,
-            names=run.names,
-            metrics=run.metrics,
-        )
-
-
 def warn_of_going_back(catalog: Catalog, entry: Entry, *, url: str) -> None:
     """Log the checkpoints that the next save abandons when this one is restored; nothing if it is the newest."""
     newer = [live for live in catalog.entries if live.step > entry.step and not live.abandoned]
@@ -231,8 +204,8 @@ class JobSession:
         job._fence_error = self._fence_error
         return job
 
-    def begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | Entry:
-        """Check that this step may be saved, and make the ticket of the save; the first save also takes the fence.
+    def begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> Attempt | Entry:
+        """Check that this step may be saved, and make the attempt to commit; the first save also takes the fence.
 
         Costs one GET; also a PUT after an attempt that was not committed; a PUT and a HEAD for the first save of a job,
         and a LIST where the run begins; and on a server other than the clouds' own, once per process and bucket, four
@@ -266,19 +239,21 @@ class JobSession:
             self._require_replaceable(there, names, note.step)
         self._has_open_attempt = True
         base = self._newest(catalog) if borrow else None
-        return SaveTicket(
-            save_id=uuid.uuid4().hex,
-            run=RunInfo(
-                run_id=catalog.run_id,
+        return Attempt(
+            Entry(
                 step=note.step,
+                save_id=uuid.uuid4().hex,
+                manifest=manifest_key(revision=catalog.revision, step=note.step),
+                size_bytes=0,  # not known before the commit, nor is the time
+                created="",
                 token=catalog.token,
-                revision=catalog.revision,
+                began_revision=catalog.revision,
                 names=names,
                 metrics=note.metrics,
             ),
-            reused=(base.save_id, base.manifest) if base is not None else None,
+            catalog.run_id,
             before=there.save_id if there is not None and note.overwrite else None,
-            manifest=manifest_key(revision=catalog.revision, step=note.step),
+            reused=(base.save_id, base.manifest) if base is not None else None,
         )
 
     def label(self, entry: Entry, note: CheckpointLabels, *, deadline: Deadline) -> Entry:
@@ -310,7 +285,7 @@ class JobSession:
 
     def commit(
         self,
-        begun: SaveTicket,
+        begun: Attempt,
         body: bytes,
         *,
         size_bytes: int,
@@ -320,9 +295,9 @@ class JobSession:
         """Put the manifest, whose segments are there, and swap the catalog; then the checkpoint exists.
 
         Costs two PUTs and a GET. After a crash at any moment the catalog is the old or the new one, and objects that no
-        live checkpoint names are orphans. `body` is the manifest, sealed, with `begun.save_id` and `begun.run`; `look`
-        is called with each catalog that the commit was decided on. Returns the catalog with the checkpoint, and its
-        entry.
+        live checkpoint names are orphans. `body` is the manifest, sealed, of the attempt that `begin` has returned;
+        `look` is called with each catalog that the commit was decided on. Returns the catalog with the checkpoint, and
+        its entry.
 
         Nothing is committed after `FencedError`; `BeginAgainError` (orphans were removed since this save began, or a
         reused checkpoint is gone); `CommitConflictError` (another save of this step was committed meanwhile, or the
@@ -330,13 +305,12 @@ class JobSession:
         It is not known after `CommitUnknownError`.
         """
         # No other save writes this key, and none reads it before the swap, so that the PUT can be repeated.
-        RetryingStore(self._store, deadline).put(begun.manifest, [body])
+        RetryingStore(self._store, deadline).put(begun.entry.manifest, [body])
         # After the deadline the caller has given up, and must not find a checkpoint committed later.
         self._require_time(deadline)
-        entry = begun.entry(size_bytes=size_bytes, created=datetime.now(UTC).isoformat(timespec="seconds"))
-        attempt = Attempt(
-            entry, begun.run.run_id, before=begun.before, reused=begun.reused, abandons=self._resumed_from
-        )
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        entry = replace(begun.entry, size_bytes=size_bytes, created=created)
+        attempt = replace(begun, entry=entry, abandons=self._resumed_from)
 
         def change(now: Catalog) -> Catalog | None:
             look(now)

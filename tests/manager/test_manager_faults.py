@@ -31,14 +31,13 @@ from dcp_remote.errors import (
     FencedError,
     SaveFailedError,
 )
-from dcp_remote.format.catalog import Entry
-from dcp_remote.format.keys import manifest_key
+from dcp_remote.format.catalog import Attempt, Entry
 from dcp_remote.manager import background_save, coordinator, rank_restore
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.run import background_deletions, gc
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.info import catalog_of
-from dcp_remote.run.job import JobSession, SaveTicket
+from dcp_remote.run.job import JobSession
 from dcp_remote.run.lookup import read_entry, read_manifest_at
 from dcp_remote.saving import uploads
 from dcp_remote.storage import MemoryStore, ObjectStore
@@ -684,13 +683,13 @@ def retired_first(self: Coordinator, *arguments: Any, commit: Callable[..., Any]
 
 
 def cleaned_up(
-    self: JobSession, begun: SaveTicket, *arguments: Any, commit: Callable[..., Any] = JobSession.commit, **others: Any
+    self: JobSession, begun: Attempt, *arguments: Any, commit: Callable[..., Any] = JobSession.commit, **others: Any
 ) -> Any:
     """Count an unknown outcome as a failure, and delete its manifest."""
     try:
         return commit(self, begun, *arguments, **others)
     except CommitUnknownError:
-        self._store.delete([manifest_key(revision=begun.run.revision, step=begun.run.step)])
+        self._store.delete([begun.entry.manifest])
         raise
 
 

@@ -16,10 +16,11 @@ from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.threads import OneTimeEvent
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.errors import SaveFailedError
+from dcp_remote.format.catalog import Attempt
 from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import RankFigures
 from dcp_remote.manager.save_planning import Agreed, Task
-from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.job import CheckpointLabels, JobSession
 from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.serialization.leaves import FlatState
 from dcp_remote.storage import MemoryStore
@@ -58,7 +59,7 @@ def _task(step: int) -> Task:
     )
 
 
-def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest.MonkeyPatch) -> RankSaver:
+def _saver(store: MemoryStore, begun: dict[int, Attempt], monkeypatch: pytest.MonkeyPatch) -> RankSaver:
     """Return the saver of rank 1, which has nothing to write."""
     ranks = RankGroup(1, 2, dist.HashStore())
     saver = RankSaver(ranks, CountingStore(store), None, memory_budget_bytes=2**30, allow_pickle=False)
@@ -71,9 +72,9 @@ def _saver(store: MemoryStore, begun: dict[int, SaveTicket], monkeypatch: pytest
     return saver
 
 
-def _begin(job: JobSession, step: int) -> SaveTicket:
+def _begin(job: JobSession, step: int) -> Attempt:
     begun = job.begin(CheckpointLabels.of(step), borrow=False, deadline=Deadline(60.0))
-    assert isinstance(begun, SaveTicket)
+    assert isinstance(begun, Attempt)
     return begun
 
 
@@ -85,7 +86,7 @@ def _failed(saver: RankSaver, collective: Any, task: Task) -> None:
 def test_whether_a_lost_coordinator_committed_is_asked_of_this_save_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost coordinator's commit is looked up for this save alone, not for an earlier one that still uploads."""
     store = MemoryStore()
-    job, begun = JobSession(store), dict[int, SaveTicket]()
+    job, begun = JobSession(store), dict[int, Attempt]()
     for step in (1, 2):
         begun[step] = _begin(job, step)
     job.commit(begun[2], b"a manifest", size_bytes=1, deadline=Deadline(60.0))

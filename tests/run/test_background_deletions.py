@@ -20,15 +20,13 @@ from dcp_remote.errors import (
     ConditionFailedError,
     DcpRemoteError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Entry, add_entry, raise_floor
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Entry, add_entry, raise_floor
 from dcp_remote.format.catalog_json import encode
-from dcp_remote.format.manifest import RunInfo
 from dcp_remote.manager import background_save, coordinator
 from dcp_remote.run import background_deletions
 from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.catalog_store import see_catalog, swap
 from dcp_remote.run.deletions import Deletions
-from dcp_remote.run.job import SaveTicket
 from dcp_remote.run.live_shards import LiveShards
 from dcp_remote.run.retention import ChooseToDelete
 from dcp_remote.storage import MemoryStore, ObjectStore, retrying
@@ -128,9 +126,7 @@ def test_a_discarded_shard_settles_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     recording = RecordingStore(FaultyStore(store, [nth(1, "request")]))
     deletions = BackgroundDeletions(recording)
     last = catalog.entries[-1]
-    run = RunInfo(catalog.run_id, last.step, last.token, last.began_revision)
-    ticket = SaveTicket(last.save_id, run, reused=None, before=None, manifest=last.manifest)
-    deletions.failed(ticket, ["shards/00/none.safetensors"])
+    deletions.failed(Attempt(last, catalog.run_id), ["shards/00/none.safetensors"])
     assert deletions.wait(PATIENCE_SECONDS)
     before = recording.count()
     deletions.delete(["shards/00/other.safetensors"])

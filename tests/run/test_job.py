@@ -20,24 +20,24 @@ from dcp_remote.errors import (
     FencedError,
     SaveTimeoutError,
 )
-from dcp_remote.format.catalog import CATALOG_KEY, Entry, Owner, pin_entry, retire_entries
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Entry, Owner, pin_entry, retire_entries
 from dcp_remote.format.keys import MANIFESTS_PREFIX
 from dcp_remote.format.manifest import MANIFEST_KEY
-from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.job import CheckpointLabels, JobSession
 from dcp_remote.storage import MemoryStore
 from dcp_remote.storage.base import Condition, Version
 from dcp_remote.testing import RecordingStore
 from tests.support.catalogs import stored, swapped
 
 
-def begin(job: JobSession, step: int, **note: Any) -> SaveTicket:
+def begin(job: JobSession, step: int, **note: Any) -> Attempt:
     labels = CheckpointLabels.of(step, **{"exist_ok": False, **note})
     begun = job.begin(labels, borrow=False, deadline=Deadline(60.0))
-    assert isinstance(begun, SaveTicket)
+    assert isinstance(begun, Attempt)
     return begun
 
 
-def commit(job: JobSession, begun: SaveTicket) -> Entry:
+def commit(job: JobSession, begun: Attempt) -> Entry:
     return job.commit(begun, b"a manifest", size_bytes=1, deadline=Deadline(60.0))[1]
 
 

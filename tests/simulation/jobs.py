@@ -38,7 +38,7 @@ from dcp_remote.errors import (
     StorageError,
 )
 from dcp_remote.format import catalog_json, manifest_json
-from dcp_remote.format.catalog import CATALOG_KEY, Catalog, Entry, Owner, pin_entry
+from dcp_remote.format.catalog import CATALOG_KEY, Attempt, Catalog, Entry, Owner, pin_entry
 from dcp_remote.format.columns import to_base64
 from dcp_remote.format.document import seal, unseal
 from dcp_remote.format.keys import origin
@@ -50,7 +50,7 @@ from dcp_remote.loading.run_handle import Run as RunHandle
 from dcp_remote.run.catalog_store import read_catalog, swap
 from dcp_remote.run.deletions import Deletions
 from dcp_remote.run.gc import remove_orphans
-from dcp_remote.run.job import CheckpointLabels, JobSession, SaveTicket
+from dcp_remote.run.job import CheckpointLabels, JobSession
 from dcp_remote.run.lookup import as_step, read_manifest_at
 from dcp_remote.run.recovery import recover
 from dcp_remote.run.retention import Best, Retention
@@ -387,13 +387,14 @@ class Trainer:
         begun = self._begin(note, borrow=borrow, deadline=deadline)
         if begun is None:
             return
-        self.owner = Owner(begun.run.run_id, begun.run.token)
+        ours = begun.entry
+        self.owner = Owner(begun.run_id, ours.token)
         number, base = world.number(), self._base(begun)
         label = f"{self.name}.{number}"
         state, reused = self._state(number, base)
         save = Save(
             label=label,
-            save_id=begun.save_id,
+            save_id=ours.save_id,
             job=self.name,
             step=note.step,
             before=begun.before if note.overwrite else None,
@@ -401,7 +402,7 @@ class Trainer:
             seen=self.seen.token if self.seen is not None else None,
             names=note.names,
             metrics=note.metrics,
-            began=begun.run.revision,
+            began=ours.began_revision,
             state=state,
         )
         actor.doing = save
@@ -412,7 +413,7 @@ class Trainer:
             + (f", with {', '.join(reused)} of an earlier checkpoint" if reused else "")
         )
         storing = RetryingStore(actor.store, deadline)
-        names = ShardNames(0, origin(revision=begun.run.revision, step=note.step))
+        names = ShardNames(0, origin(revision=ours.began_revision, step=note.step))
         keys = [reused.get(name) or names.key(number) for number, name in enumerate(state)]
         put: list[str] = []
         try:
@@ -420,7 +421,8 @@ class Trainer:
                 if name not in reused:
                     put.append(key)
                     storing.put(key, [shard_header(name), state[name]])
-            body = manifest_of(begun.save_id, begun.run, keys, state)
+            run = RunInfo(begun.run_id, ours.step, ours.token, ours.began_revision, ours.names, ours.metrics)
+            body = manifest_of(ours.save_id, run, keys, state)
             manifest, body, segments = _in_segments(body, names, base, pieces=3 * (number % 2))
             put += segments
             for key, parts in segments.items():
@@ -433,7 +435,7 @@ class Trainer:
 
         def look(now: Catalog) -> None:
             there = now.entry_at(note.step)
-            if there is not None and there.save_id != begun.save_id:
+            if there is not None and there.save_id != ours.save_id:
                 replaced[there.manifest] = there
 
         try:
@@ -441,21 +443,21 @@ class Trainer:
         except DcpRemoteError as error:
             if not isinstance(error, CommitUnknownError):
                 self.run.refuse(save, error)
-            self.maintenance.note(begun.run.run_id, begun.entry(), put)
+            self.maintenance.note(begun.run_id, ours, put)
             raise
         finally:
             for one in replaced.values():
-                self.maintenance.note(begun.run.run_id, one)
+                self.maintenance.note(begun.run_id, one)
         actor.say(f"    is told that {label} is committed")
         self.run.committed(save, catalog)
         self.abandons = None
         self.maintenance.named.remember(entry.manifest, manifest.shards.keys)
 
-    def _begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> SaveTicket | None:
+    def _begin(self, note: CheckpointLabels, *, borrow: bool, deadline: Deadline) -> Attempt | None:
         """Begin a save; None if the step is saved already, whose checkpoint gets the names and metrics."""
         self.actor.doing = Fencing(self.name)
         begun = self.job.begin(note, borrow=borrow, deadline=deadline)
-        if isinstance(begun, SaveTicket):
+        if isinstance(begun, Attempt):
             return begun
         self.actor.doing = Labelling(begun.save_id, note.names, note.metrics, self.name)
         self.job.label(begun, note, deadline=deadline)
@@ -472,7 +474,7 @@ class Trainer:
         if before is not None and self.plan.scene.pins and rng.random() < self.plan.scene.pins:
             world.add(f"{self.name}-pins", lambda other: record_error(other, lambda: _pin(other, before.step)))
 
-    def _base(self, begun: SaveTicket) -> Manifest | None:
+    def _base(self, begun: Attempt) -> Manifest | None:
         if begun.reused is None:
             return None
         save_id, key = begun.reused

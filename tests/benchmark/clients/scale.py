@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_remote.common.deadline import Deadline
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
-from dcp_remote.format.manifest import RunInfo
+from dcp_remote.format.catalog import Attempt, Entry
 from dcp_remote.format.shard import ShardNames
 from dcp_remote.manager.coordinator import Committed
-from dcp_remote.run.job import CheckpointLabels, SaveTicket
+from dcp_remote.run.job import CheckpointLabels
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.plan_cache import PlanCache, RunPlanner, propose, to_rank_plan, to_table
 from dcp_remote.saving.plan_table import PlanTable, Share, arrange
@@ -201,13 +201,8 @@ def _ours_known(scale: Scale, cost: Cost) -> None:
     heard = cost.gathered("keys of plans", [told] * scale.ranks)
     with cost.timed("planning"):
         assert all(key == _SAVE_ID for _, key in heard)
-    begun = SaveTicket(
-        _SAVE_ID,
-        RunInfo(_SAVE_ID, step=2, token=1, revision=1),
-        reused=None,
-        before=None,
-        manifest="manifests/x.json",
-    )
+    entry = Entry(2, _SAVE_ID, "manifests/x.json", size_bytes=0, created="", token=1, began_revision=1)
+    begun = Attempt(entry, _SAVE_ID)
     cost.sent("the beginning", [(begun, True)])
 
 
