@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from dcp_remote.serialization.state_dict import unwrap_per_rank
 from dcp_remote.serialization.tensors import dtype_name, empty_tensor, parse_dtype
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import Location
+from dcp_remote.transfer.tensor_source import cut_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,9 @@ _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 class SavedCheckpoint:
     """Checkpoint of a run, or by itself; every byte that is read is verified.
 
-    Requests in flight hold `buffer_bytes_max`. The first requests are repeated for `look_seconds`, one later request
-    for `retry_seconds`.
+    Floating-point tensors are converted to `dtype`, if it is given. Requests in flight hold `buffer_bytes_max`, and a
+    piece has half of that at most. The first requests are repeated for `look_seconds`, one later request for
+    `retry_seconds`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class SavedCheckpoint:
         url: str | os.PathLike[str] | ObjectStore,
         *,
         step: int | str | None,
+        dtype: torch.dtype | None = None,
         storage_options: Mapping[str, object] | None,
         allow_pickle: bool,
         buffer_bytes_max: int,
@@ -55,9 +57,10 @@ class SavedCheckpoint:
         """Read the manifest; one GET, of a run up to three."""
         self.store = Location.of(url, storage_options).store
         self.manifest = read_manifest(self.store, step=step, retry_seconds=look_seconds)
+        self.piece_bytes_max = max(16, buffer_bytes_max // 2)
         self._allow_pickle, self._buffer_bytes_max, self._retry_seconds = allow_pickle, buffer_bytes_max, retry_seconds
-        # Tensors with infinite values after a conversion, and the dtype that was asked for.
-        self._overflowed: dict[str, torch.dtype] = {}
+        self._dtype = dtype
+        self._overflowed: dict[str, None] = {}  # tensors with infinite values after a conversion
 
     @property
     def step(self) -> int | None:
@@ -69,30 +72,37 @@ class SavedCheckpoint:
         return self.manifest.tensors.shape_of(self.manifest.tensors.index[name])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
-        return parse_dtype(self.manifest.tensors.kind_of(self.manifest.tensors.index[name]).dtype)
+        """Return the dtype of a tensor, converted."""
+        own = self._stored_dtype(name)
+        return own if self._dtype is None or not own.is_floating_point else self._dtype
 
     def is_plain(self, name: str) -> bool:
         """Return whether an entry is a tensor that is stored as its elements."""
         number = self.manifest.tensors.index.get(name)
         return number is not None and self.manifest.tensors.kind_of(number).encoding == RAW
 
-    def read(self, parts: Sequence[tuple[str, Box, torch.dtype]]) -> list[torch.Tensor]:
-        """Return the values of boxes of plain tensors, as tensors of these dtypes.
+    def pieces(self, name: str) -> dict[Box, int]:
+        """Return the boxes of a tensor that are read at once, each contiguous and in order, and the bytes of each."""
+        shape, dtype = self.shape(name), self.dtype(name)
+        boxes = cut_pieces(Box((0,) * len(shape), shape), dtype, piece_bytes_max=self.piece_bytes_max)
+        return {box: box.elements * dtype.itemsize for box in boxes}
+
+    def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Return the values of boxes of plain tensors, converted.
 
         Costs one GET per range of 8 MiB, and one per shard of which a piece is read in part.
         """
-        tensors = [empty_tensor(dtype, box.sizes) for _, box, dtype in parts]
+        tensors = [empty_tensor(self.dtype(name), box.sizes) for name, box in parts]
         index = self.manifest.tensors.index
         targets = (
             make_box_targets(self.manifest, index[name], box, into)
-            for (name, box, _), into in zip(parts, tensors, strict=True)
+            for (name, box), into in zip(parts, tensors, strict=True)
         )
         self._read([*chain(*targets)])
-        for (name, _, dtype), into in zip(parts, tensors, strict=True):
-            is_converted = dtype in _NARROW and dtype != self.dtype(name)
+        for (name, _), into in zip(parts, tensors, strict=True):
+            is_converted = into.dtype in _NARROW and into.dtype != self._stored_dtype(name)
             if is_converted and any(part.isinf().any() for part in into.reshape(-1).split(MiB)):
-                self._overflowed[name] = dtype
+                self._overflowed[name] = None
         return tensors
 
     def log_overflows(self) -> None:
@@ -101,7 +111,7 @@ class SavedCheckpoint:
             logger.warning(
                 "the conversion left infinite values in %s: %s",
                 format_count(len(self._overflowed), "tensor"),
-                join_some([f"{name} ({dtype_name(own)})" for name, own in self._overflowed.items()]),
+                join_some([f"{name} ({dtype_name(self.dtype(name))})" for name in self._overflowed]),
             )
 
     def objects(self, names: Sequence[str]) -> dict[str, Any]:
@@ -138,6 +148,9 @@ class SavedCheckpoint:
         """Return the place of an entry in the state."""
         return (self.manifest.flatten or {}).get(name, (name,))
 
+    def _stored_dtype(self, name: str) -> torch.dtype:
+        return parse_dtype(self.manifest.tensors.kind_of(self.manifest.tensors.index[name]).dtype)
+
     def _read(self, targets: Sequence[Target]) -> None:
         read_targets(
             self.store,
@@ -146,11 +159,6 @@ class SavedCheckpoint:
             memory_budget_bytes=self._buffer_bytes_max,
             retry_seconds=self._retry_seconds,
         )
-
-
-def size_of(box: Box, dtype: torch.dtype) -> int:
-    """Return the size of a box in bytes."""
-    return math.prod(box.sizes) * dtype.itemsize
 
 
 def _ignore(_value: object) -> None:

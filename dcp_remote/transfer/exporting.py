@@ -95,26 +95,23 @@ def export_checkpoint(
     require_budget(memory_budget_bytes)
     require_timeout(timeout_seconds)
     check_progress(progress)
-    wanted = _parse_dtype(dtype)
     _require_options(kind, rename, key, file_bytes_max)
     target = _open_folder(folder)
     saved = SavedCheckpoint(
         url,
         step=step,
+        dtype=_parse_dtype(dtype),
         storage_options=storage_options,
         allow_pickle=allow_pickle,
         buffer_bytes_max=max(1, memory_budget_bytes // 2),
         look_seconds=min(LOOK_SECONDS, timeout_seconds),
         retry_seconds=timeout_seconds,
     )
-    bytes_max = max(1, memory_budget_bytes // 4)
     export: SafetensorsExport | TorchExport
     if kind == "torch":
-        export = TorchExport(saved, dtype=wanted, bytes_max=bytes_max)
+        export = TorchExport(saved)
     else:
-        export = SafetensorsExport(
-            saved, key=key, dtype=wanted, rename=rename, file_bytes_max=file_bytes_max, bytes_max=bytes_max
-        )
+        export = SafetensorsExport(saved, key=key, rename=rename, file_bytes_max=file_bytes_max)
     made = [path for path in (target, *target.parents) if not path.exists()]
     target.mkdir(parents=True, exist_ok=True)
     draft = target / f".export-{uuid.uuid4().hex[:8]}"

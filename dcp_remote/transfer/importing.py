@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from dcp_remote.serialization.tensors import byte_view
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
-from dcp_remote.transfer.checkpoint import LOOK_SECONDS, SavedCheckpoint, size_of
+from dcp_remote.transfer.checkpoint import LOOK_SECONDS, SavedCheckpoint
 from dcp_remote.transfer.piece_planner import PiecePlanner, Together
 from dcp_remote.transfer.source import PIECE_BYTES_MAX, open_source
 from dcp_remote.transfer.tensor_source import Source
@@ -252,9 +252,11 @@ class _ImportingManager(CheckpointManager):
 class _SourcePlanner(PiecePlanner, RunPlanner):
     """Planner that reads a source. `check` is called when the save has the fence, before anything is read."""
 
+    _source: Source
+
     def __init__(self, source: Source, *, check: Callable[[], None], bytes_max: int) -> None:
-        super().__init__(bytes_max=bytes_max)
-        self._source, self._check = source, check
+        super().__init__(source, bytes_max=bytes_max)
+        self._check = check
         self._per_rank = _take_per_rank(source)
 
     def set_up_planner(self, state_dict: Any, *args: Any, **options: Any) -> None:
@@ -278,22 +280,6 @@ class _SourcePlanner(PiecePlanner, RunPlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn]  # torch's method knows no piece of a plain tensor
-
-    def cut(self, name: str) -> Mapping[Box, int]:
-        return {box: self._source.read_bytes(name, box) for box in self._source.pieces(name)}
-
-    def read(self, pieces: Sequence[tuple[str, Box]]) -> Sequence[torch.Tensor]:
-        tensors = self._source.read(pieces)
-        for (name, _), tensor in zip(pieces, tensors, strict=True):
-            expected = self.state_dict[name].dtype
-            if tensor.dtype != expected:
-                raise CorruptCheckpointError(
-                    "A tensor of the source has another dtype than its metadata tell.",
-                    tensor=name,
-                    dtype=tensor.dtype,
-                    expected=expected,
-                )
-        return tensors
 
     def note_read(self, tensor: torch.Tensor) -> None:
         if self.is_all_read:
@@ -372,21 +358,17 @@ def _read_all(source: Source, value: Any, path: tuple[str | int, ...]) -> Any:
 
 def _verify(
     saved: SavedCheckpoint,
-    digests: Mapping[tuple[str, Box], tuple[torch.dtype, bytes]],
+    digests: Mapping[tuple[str, Box], bytes],
     *,
     bytes_max: int,
     progress: ProgressSetting,
 ) -> None:
     """Read all boxes once, and compare their digests; of other entries the bytes with the digests of the save."""
-    sizes = {key: size_of(key[1], dtype) for key, (dtype, _) in digests.items()}
-
-    def read(keys: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        return saved.read([(name, box, digests[name, box][0]) for name, box in keys])
-
-    reads = Together(sizes, read, bytes_max=bytes_max, small_bytes_max=bytes_max)
+    sizes = {(name, box): box.elements * saved.dtype(name).itemsize for name, box in digests}
+    reads = Together(sizes, saved.read, bytes_max=bytes_max, small_bytes_max=bytes_max)
     with start_progress(progress, "verify", is_coordinator=True) as shown:
         shown.begin(saved.step, sum(sizes.values()))
-        for (name, box), (_, expected) in digests.items():
+        for (name, box), expected in digests.items():
             if digest(byte_view(reads.take((name, box)))) != expected:
                 raise CorruptCheckpointError(
                     "A saved tensor differs from what was read.",

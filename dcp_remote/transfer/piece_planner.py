@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -16,6 +15,8 @@ from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
 from dcp_remote.common.units import MiB
 from dcp_remote.serialization.tensors import byte_view
+from dcp_remote.transfer.checkpoint import SavedCheckpoint
+from dcp_remote.transfer.tensor_source import Source
 
 K = TypeVar("K", bound=Hashable)
 
@@ -63,27 +64,19 @@ class Together(Generic[K]):
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Planner whose tensors on the meta device are cut into pieces, and read when they are written.
+    """Planner whose tensors on the meta device are read piece by piece, when they are written.
 
-    Small pieces are read together, `bytes_max` bytes at a time. Subclasses tell which pieces there are.
+    Small pieces are read together, `bytes_max` bytes at a time.
 
     Attributes:
-        digests: dtype and digest of each piece that was read, by name and box.
+        digests: Digest of each piece that was read, by name and box.
     """
 
-    def __init__(self, *, bytes_max: int) -> None:
+    def __init__(self, source: Source | SavedCheckpoint, *, bytes_max: int) -> None:
         super().__init__()
-        self.digests: dict[tuple[str, Box], tuple[torch.dtype, bytes]] = {}
-        self._bytes_max = bytes_max
+        self.digests: dict[tuple[str, Box], bytes] = {}
+        self._source, self._bytes_max = source, bytes_max
         self._sizes: dict[tuple[str, Box], int] = {}
-
-    @abstractmethod
-    def cut(self, name: str) -> Mapping[Box, int]:
-        """Return the boxes of a tensor that are read at once, and how many bytes are read for each."""
-
-    @abstractmethod
-    def read(self, pieces: Sequence[tuple[str, Box]]) -> Sequence[torch.Tensor]:
-        """Return the values of pieces."""
 
     def note_read(self, tensor: torch.Tensor) -> None:
         """Note a piece that was read and digested; does nothing here."""
@@ -98,10 +91,10 @@ class PiecePlanner(DefaultSavePlanner):
             if data is None or not self._is_read(name):
                 items.append(item)
                 continue
-            sizes = self.cut(name)
+            sizes = self._source.pieces(name)
             self._sizes |= {(name, box): size_bytes for box, size_bytes in sizes.items()}
             items += [_make_item(item, data, box, number) for number, box in enumerate(sizes)]
-        self._reads = Together(self._sizes, self.read, bytes_max=self._bytes_max)
+        self._reads = Together(self._sizes, self._source.read, bytes_max=self._bytes_max)
         self.plan = replace(plan, items=items)
         return self.plan
 
@@ -112,7 +105,7 @@ class PiecePlanner(DefaultSavePlanner):
             return super().resolve_data(write_item)
         key = name, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
         tensor = self._reads.take(key).contiguous()
-        self.digests[key] = tensor.dtype, digest(byte_view(tensor))
+        self.digests[key] = digest(byte_view(tensor))
         self.note_read(tensor)
         return tensor
 

@@ -6,24 +6,19 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from dcp_remote.common.digests import digest
-from dcp_remote.common.geometry import Box
 from dcp_remote.common.text import join_some
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.shard import encode_header
 from dcp_remote.loading.load_options import LoadOptions, Rename
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import byte_view, dtype_name
-from dcp_remote.transfer.checkpoint import SavedCheckpoint, size_of
+from dcp_remote.transfer.checkpoint import SavedCheckpoint
 from dcp_remote.transfer.piece_planner import Together
 from dcp_remote.transfer.safetensors_source import DTYPES, INDEX_SUFFIX, WEIGHTS_FILE
-from dcp_remote.transfer.tensor_source import cut_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -41,43 +36,17 @@ _OTHER_WEIGHTS = re.compile(
 _METADATA = "__metadata__"
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Tensor to write: its name in the checkpoint and in the file, its shape, and its dtype in the file."""
-
-    name: str
-    title: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def box(self) -> Box:
-        """Box of all elements."""
-        return Box((0,) * len(self.shape), self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size in bytes."""
-        return size_of(self.box, self.dtype)
-
-
 class SafetensorsExport:
-    """Export of the tensors below a key. `bytes_max` bytes of tensors are read at once."""
+    """Export of the tensors below a key."""
 
-    def __init__(
-        self,
-        saved: SavedCheckpoint,
-        *,
-        key: str,
-        dtype: torch.dtype | None,
-        rename: Rename | None,
-        file_bytes_max: int,
-        bytes_max: int,
-    ) -> None:
+    def __init__(self, saved: SavedCheckpoint, *, key: str, rename: Rename | None, file_bytes_max: int) -> None:
         """Choose the tensors, and divide them into files; no request is sent."""
-        self._saved, self._bytes_max = saved, bytes_max
-        self._files = _divide(_choose(saved, key=key, dtype=dtype, rename=rename), file_bytes_max)
-        self.total_bytes = sum(tensor.size_bytes for tensors in self._files.values() for tensor in tensors)
+        self._saved = saved
+        titles = _choose(saved, key=key, rename=rename)
+        self._sizes = {name: sum(saved.pieces(name).values()) for name in titles}
+        # By the name of each file, the names of its tensors in the checkpoint and in the file.
+        self._files = _divide(titles, self._sizes, file_bytes_max)
+        self.total_bytes = sum(self._sizes.values())
         # Without this file, `from_pretrained` finds no weights.
         self.last_file = WEIGHTS_FILE if WEIGHTS_FILE in self._files else f"model{INDEX_SUFFIX}"
 
@@ -86,11 +55,11 @@ class SafetensorsExport:
         small = self._read_side_files()
         if small:
             Files(small).write(folder)
-        for file, tensors in self._files.items():
-            digests = self._write_file(folder / file, tensors, add)
+        for file, titles in self._files.items():
+            digests = self._write_file(folder / file, titles, add)
             _verify(folder / file, digests, add)
         if WEIGHTS_FILE not in self._files:
-            weight_map = {tensor.title: file for file, tensors in self._files.items() for tensor in tensors}
+            weight_map = {title: file for file, titles in self._files.items() for title in titles.values()}
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
             small[self.last_file] = json.dumps(index, indent=2).encode()
             (folder / self.last_file).write_bytes(small[self.last_file])
@@ -98,31 +67,27 @@ class SafetensorsExport:
             _verify(folder / file, [("all of the file", len(data), digest(data))], add)
 
     def _write_file(
-        self, path: Path, tensors: Sequence[_Tensor], add: Callable[[int], None]
+        self, path: Path, titles: Mapping[str, str], add: Callable[[int], None]
     ) -> list[tuple[str, int, bytes]]:
         """Write a file; return the name, the length and the digest of each part of it, in order."""
-        header = encode_header((one.title, _NAMES[one.dtype], list(one.shape), one.size_bytes) for one in tensors)
+        saved, limit = self._saved, self._saved.piece_bytes_max
+        header = encode_header(
+            (title, _NAMES[saved.dtype(name)], list(saved.shape(name)), self._sizes[name])
+            for name, title in titles.items()
+        )
         parts = [("the header", len(header), digest(header))]
-        # Boxes that are contiguous, in the order of their elements.
-        boxes = {
-            (tensor, box): size_of(box, tensor.dtype)
-            for tensor in tensors
-            for box in cut_pieces(tensor.box, tensor.dtype, piece_bytes_max=max(16, self._bytes_max))
-        }
-        reads = Together(boxes, self._read, bytes_max=self._bytes_max, small_bytes_max=self._bytes_max)
+        boxes = {(name, box): size_bytes for name in titles for box, size_bytes in saved.pieces(name).items()}
+        reads = Together(boxes, saved.read, bytes_max=limit, small_bytes_max=limit)
         with path.open("xb") as opened:
             opened.write(header)
-            for tensor, box in boxes:
-                data = byte_view(reads.take((tensor, box)))
+            for name, box in boxes:
+                data = byte_view(reads.take((name, box)))
                 opened.write(data)
-                parts.append((tensor.title, len(data), digest(data)))
+                parts.append((titles[name], len(data), digest(data)))
                 add(len(data))
             opened.flush()
             os.fsync(opened.fileno())
         return parts
-
-    def _read(self, parts: Sequence[tuple[_Tensor, Box]]) -> list[torch.Tensor]:
-        return self._saved.read([(tensor.name, box, tensor.dtype) for tensor, box in parts])
 
     def _read_side_files(self) -> dict[str, bytes]:
         """Return the small files, without those that would stand for the weights of this export."""
@@ -137,8 +102,8 @@ class SafetensorsExport:
         return {name: files[name] for name in names if name not in left}
 
 
-def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rename: Rename | None) -> Iterator[_Tensor]:
-    """Yield the tensors to write, in the order of the checkpoint."""
+def _choose(saved: SavedCheckpoint, *, key: str, rename: Rename | None) -> dict[str, str]:
+    """Return the names of the tensors to write, in the checkpoint and in its order, and in the files."""
     prefix = f"{key}." if key else ""
     names = [name for name in saved.manifest.names() if name.startswith(prefix)]
     tensors = [name for name in names if name in saved.manifest.tensors.index]
@@ -169,27 +134,25 @@ def _choose(saved: SavedCheckpoint, *, key: str, dtype: torch.dtype | None, rena
                 tensor=name,
                 name=ascii(new),
             ).advise(rename="rename={name: None} leaves it out")
-        own = saved.dtype(name)
-        wanted = own if dtype is None or not own.is_floating_point else dtype
-        if not saved.is_plain(name) or wanted not in _NAMES:
+        if not saved.is_plain(name) or saved.dtype(name) not in _NAMES:
             raise InvalidArgumentError(
                 "safetensors cannot hold a tensor. Leave it out, or write a folder of torch.",
                 tensor=name,
-                dtype=dtype_name(wanted),
+                dtype=dtype_name(saved.dtype(name)),
             ).advise(rename="rename={name: None} leaves it out", kind='kind="torch" exports it')
-        yield _Tensor(name, new, saved.shape(name), wanted)
+    return {titles[title]: new for title, new in renamed.items()}
 
 
-def _divide(tensors: Iterator[_Tensor], bytes_max: int) -> dict[str, list[_Tensor]]:
-    """Return the tensors by the name of their file, in order."""
-    groups: list[list[_Tensor]] = [[]]
+def _divide(titles: Mapping[str, str], sizes: Mapping[str, int], bytes_max: int) -> dict[str, dict[str, str]]:
+    """Return the tensors by the name of their file, in order; `sizes` has the bytes of each."""
+    groups: list[dict[str, str]] = [{}]
     used_bytes = 0
-    for tensor in tensors:
-        if groups[-1] and used_bytes + tensor.size_bytes > bytes_max:
-            groups.append([])
+    for name, title in titles.items():
+        if groups[-1] and used_bytes + sizes[name] > bytes_max:
+            groups.append({})
             used_bytes = 0
-        groups[-1].append(tensor)
-        used_bytes += tensor.size_bytes
+        groups[-1][name] = title
+        used_bytes += sizes[name]
     if len(groups) == 1:
         return {WEIGHTS_FILE: groups[0]}
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}

@@ -72,31 +72,30 @@ class Source:
         self._piece_bytes_max = piece_bytes_max
         self._chunk_of: dict[tuple[str, Box], tuple[Box, StoredTensor | FileRange]] = {}
 
-    def pieces(self, name: str) -> Sequence[Box]:
-        """Return the boxes of a tensor that are read at once: its chunks, of which contiguous ones are cut."""
-        pieces: list[Box] = []
+    def pieces(self, name: str) -> dict[Box, int]:
+        """Return the boxes of a tensor that are read at once, and how many bytes are read for each.
+
+        They are its chunks, of which contiguous ones are cut.
+        """
+        pieces: dict[Box, int] = {}
         for box, place in self.chunks[name]:
             parts = [box]
             if isinstance(place, StoredTensor) and place.strides is None:
                 parts = cut_pieces(box, place.dtype, piece_bytes_max=self._piece_bytes_max)
-            self._chunk_of.update(((name, part), (box, place)) for part in parts)
-            pieces += parts
+            for part in parts:
+                self._chunk_of[name, part] = box, place
+                pieces[part] = self._range_of(name, part).length
         return pieces
-
-    def read_bytes(self, name: str, box: Box) -> int:
-        """Return how many bytes `read` reads for a box that `pieces` has returned."""
-        whole, place = self._chunk_of[name, box]
-        return _range_of(place, box.relative_to(whole.offsets)).length
 
     def read(self, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """Return the values of boxes that `pieces` has returned, on the CPU; one GET per box and 8 MiB."""
         found = [(name, box, *self._chunk_of[name, box]) for name, box in parts]
-        ranges = [_range_of(place, box.relative_to(whole.offsets)) for _, box, whole, place in found]
+        read = self.reader.read([self._range_of(name, box) for name, box in parts])
         return [
             place.restore(box.relative_to(whole.offsets), data)
             if isinstance(place, StoredTensor)
             else self.decode_chunk(name, box, data)
-            for (name, box, whole, place), data in zip(found, self.reader.read(ranges), strict=True)
+            for (name, box, whole, place), data in zip(found, read, strict=True)
         ]
 
     def read_whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -110,9 +109,9 @@ class Source:
         """Return the values of a box whose place is a stream; for formats that have such places."""
         raise NotImplementedError
 
-
-def _range_of(place: StoredTensor | FileRange, box: Box) -> FileRange:
-    return place.range_of(box) if isinstance(place, StoredTensor) else place
+    def _range_of(self, name: str, box: Box) -> FileRange:
+        whole, place = self._chunk_of[name, box]
+        return place.range_of(box.relative_to(whole.offsets)) if isinstance(place, StoredTensor) else place
 
 
 def cut_pieces(box: Box, dtype: torch.dtype, *, piece_bytes_max: int) -> list[Box]:

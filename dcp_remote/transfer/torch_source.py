@@ -88,6 +88,7 @@ class TorchSource(Source):
         super().__init__(reader, piece_bytes_max=piece_bytes_max)
         self._allow_pickle = allow_pickle
         self.object_ranges: dict[str, FileRange] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         try:
             self._open(_load_metadata(reader))
         except (DcpRemoteError, MemoryError):
@@ -105,6 +106,7 @@ class TorchSource(Source):
         for name, entry in entries.items():
             if _is_plain(entry):
                 require_shape(entry.size, entry.properties.dtype, url=self.url, tensor=name)
+                self._dtypes[name] = entry.properties.dtype
                 self._require_tiled(name, entry, comparisons)
                 # An empty chunk may be listed again.
                 boxes = dict.fromkeys(Box(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks)
@@ -136,7 +138,7 @@ class TorchSource(Source):
     def decode_chunk(self, name: str, box: Box, data: memoryview) -> torch.Tensor:
         """Return the tensor of a small stream, or of one that is no plain tensor."""
         value = self._decode(name, data)
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != box.sizes:
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (box.sizes, self._dtypes[name]):
             raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
         return value.resolve_conj().resolve_neg()
 
@@ -185,7 +187,7 @@ class TorchSource(Source):
         for (name, number, box, _), layout in zip(large, layouts, strict=True):
             stored = find_stored(layout.value, layout)
             if stored is not None:
-                if stored.shape != box.sizes:
+                if (stored.shape, stored.dtype) != (box.sizes, self._dtypes[name]):
                     raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
                 self.chunks[name][number] = box, stored
 

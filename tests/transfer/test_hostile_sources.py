@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from dcp_remote import errors, import_checkpoint, load
 from dcp_remote.transfer.source import open_source
-from tests.support.foreign_checkpoints import QUIET, by_torch, refused, rewrite
+from tests.support.foreign_checkpoints import QUIET, by_torch, change_metadata, refused, rewrite
 
 
 def test_empty_dicts_are_kept(tmp_path: Path) -> None:
@@ -391,3 +392,19 @@ def test_empty_chunks(tmp_path: Path) -> None:
     folder = by_torch(tmp_path / "torch", set_chunks(((0, 0), (3, 4)), ((3, 0), (0, 4)), ((3, 0), (0, 4))))
     source = open_source(folder)
     assert len(source.pieces("w")) == 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("elements", [3, 3_000_000])  # a stream that is read whole, and one that is read in pieces
+@pytest.mark.parametrize("name", ["w", "per_rank.0.w"])
+def test_metadata_of_torch_with_another_dtype(tmp_path: Path, name: str, elements: int) -> None:
+    """The values are not converted, nor those of a single rank, which are read before the save."""
+    value = torch.arange(elements)
+    state = {"w": value} if name == "w" else {"per_rank": {"0": {"w": value}}}
+    dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
+
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata[name].properties.dtype = torch.int32
+
+    change_metadata(tmp_path / "torch", change)
+    refused(errors.CorruptCheckpointError, "does not hold the chunk", tmp_path / "torch", tmp_path)

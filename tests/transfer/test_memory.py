@@ -91,7 +91,7 @@ def test_an_export_holds_its_budget(tmp_path: Path, kind: Any, monkeypatch: pyte
     sizes: list[int] = []
     read = SavedCheckpoint.read
 
-    def counted(self: SavedCheckpoint, parts: Sequence[tuple[str, Box, torch.dtype]]) -> list[torch.Tensor]:
+    def counted(self: SavedCheckpoint, parts: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         tensors = read(self, parts)
         sizes.append(sum(tensor.nbytes for tensor in tensors))
         return tensors
