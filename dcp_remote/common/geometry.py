@@ -65,9 +65,6 @@ def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[
         return
     row = math.prod(sizes[1:])
     first, last = start // row, (stop - 1) // row
-    if len(sizes) == 1:
-        yield start, Box((start,), (stop - start,))
-        return
     if first == last and (start % row or stop % row):
         yield from _inside_row(sizes, first, start - first * row, stop - first * row)
         return

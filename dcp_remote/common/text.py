@@ -1,4 +1,4 @@
-"""Text that is safe and readable on a terminal."""
+"""Text that is safe and readable on a terminal, and the check that a text is Unicode."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def escape_unprintable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def is_unicode(text: str) -> bool:
+    """Return False for a text with lone surrogates, which UTF-8 cannot encode."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def shorten(text: str) -> str:

@@ -226,8 +226,7 @@ def thin_entry(catalog: Catalog, thin: Entry, *, seen: str) -> Catalog | None:
 
 def pin_entry(catalog: Catalog, step: int, *, pin: bool) -> Catalog | None:
     """Pin or unpin the checkpoint of a step. Return None if nothing changes."""
-    entry = _require_entry(catalog, step)
-    return None if entry.pinned == pin else _changed(catalog, replace(entry, pinned=pin))
+    return _changed(catalog, replace(_require_entry(catalog, step), pinned=pin))
 
 
 def _require_entry(catalog: Catalog, step: int) -> Entry:
@@ -257,9 +256,9 @@ def label_entry(
             "The checkpoint of this step was removed or replaced meanwhile; nothing was saved. Save again.",
             save_id=save_id,
         )
-    added = tuple(name for name in names if name not in entry.names)
-    labelled = replace(entry, names=entry.names + added, metrics=tuple((dict(entry.metrics) | dict(metrics)).items()))
-    return None if labelled == entry else _changed(catalog, labelled)
+    every_name = tuple(dict.fromkeys((*entry.names, *names)))
+    every_metric = tuple((dict(entry.metrics) | dict(metrics)).items())
+    return _changed(catalog, replace(entry, names=every_name, metrics=every_metric))
 
 
 def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool) -> Catalog | None:
@@ -276,20 +275,14 @@ def name_entry(catalog: Catalog, step: int, names: Iterable[str], *, move: bool)
             step=step,
             names=", ".join(f"{name} (step {live.step})" for live in others for name in live.names if name in given),
         ).advise(move="move=True moves them here")
-    if set(given).issubset(entry.names):
-        return None
-    added = (name for name in given if name not in entry.names)
-    return _changed(catalog, replace(entry, names=(*entry.names, *added)))
+    return _changed(catalog, replace(entry, names=tuple(dict.fromkeys((*entry.names, *given)))))
 
 
 def unname_entries(catalog: Catalog, names: Iterable[str], *, save_ids: Collection[str]) -> Catalog | None:
     """Take names from the checkpoints of these saves, in one revision. Return None if none of them has one."""
     taken = tuple(names)
-    if not any(entry.save_id in save_ids and not set(entry.names).isdisjoint(taken) for entry in catalog.entries):
-        return None
-    return _with(
-        catalog, (_without_names(entry, taken) if entry.save_id in save_ids else entry for entry in catalog.entries)
-    )
+    left = [_without_names(entry, taken) if entry.save_id in save_ids else entry for entry in catalog.entries]
+    return None if left == list(catalog.entries) else _with(catalog, left)
 
 
 def raise_floor(catalog: Catalog, floor: int) -> Catalog | None:
@@ -324,8 +317,10 @@ def _without_names(entry: Entry, names: tuple[str, ...]) -> Entry:
     return entry if left == entry.names else replace(entry, names=left)
 
 
-def _changed(catalog: Catalog, entry: Entry) -> Catalog:
-    """Replace the entry of a step; its names are taken from the others."""
+def _changed(catalog: Catalog, entry: Entry) -> Catalog | None:
+    """Replace the entry of a step, whose names are taken from the others. Return None if the entry is there already."""
+    if entry in catalog.entries:
+        return None
     others = (_without_names(live, entry.names) for live in catalog.entries if live.step != entry.step)
     return _with(catalog, [*others, entry])
 

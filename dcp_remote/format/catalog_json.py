@@ -12,8 +12,10 @@ from functools import lru_cache
 
 import msgspec
 
+from dcp_remote.common.text import is_unicode
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.catalog import Catalog, Entry
+from dcp_remote.format.columns import VALUE_MAX
 from dcp_remote.format.document import VERSION, open_document, parse, require_features, seal
 
 FORMAT = "dcp_remote catalog"
@@ -23,16 +25,10 @@ FORMAT = "dcp_remote catalog"
 ENTRIES_MAX = 500_000
 STORED_BYTES_MAX = 64 * 1024 * 1024
 
-# Every language reads JSON integers up to here exactly.
-_NUMBER_MAX = 2**53
-
 _NAME_CHARACTERS_MAX = 1_000
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _MANIFEST_KEY = re.compile(r"manifests/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.json", re.ASCII)
-
-# Python strings may hold lone surrogates, which UTF-8 cannot encode.
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Entry(msgspec.Struct, omit_defaults=True, rename={"began_revision": "began"}):
@@ -174,13 +170,13 @@ def _require_identity(identity: str) -> None:
 
 def _require_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
-        if not 0 <= number <= _NUMBER_MAX:
+        if not 0 <= number <= VALUE_MAX:
             raise _damaged("a number is out of bounds", **{name: number})
 
 
 def _require_texts(texts: Iterable[str]) -> None:
     for text in texts:
-        if _SURROGATE.search(text):
+        if not is_unicode(text):
             raise _damaged("a text is not Unicode", text=ascii(text[:100]))
         if len(text) > _NAME_CHARACTERS_MAX:
             raise _damaged("a text is too long", text=text[:100], characters=len(text))

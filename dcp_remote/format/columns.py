@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dcp_remote.common.arrays import I64
 from dcp_remote.errors import CorruptCheckpointError
+from dcp_remote.format.document import DOCUMENT_BYTES_MAX
 
 _WIDTHS = {"1": "<i1", "2": "<i2", "4": "<i4", "8": "<i8"}
 
@@ -34,9 +35,9 @@ def encode_column(values: Any) -> str:
     """
     assert isinstance(values, np.ndarray)
     if values.size > ENTRIES_MAX:
-        raise CorruptCheckpointError("The manifest is damaged: a column has too many entries.", entries_max=ENTRIES_MAX)
+        raise damaged("a column has too many entries", entries_max=ENTRIES_MAX)
     if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
-        raise CorruptCheckpointError("The manifest is damaged: a number in a column is out of bounds.")
+        raise damaged("a number in a column is out of bounds")
     # Differences of narrower integers could wrap around.
     differences = np.diff(values.astype(np.int64), prepend=np.int64(0))
     for width, kind in _WIDTHS.items():
@@ -56,15 +57,15 @@ def unpack_column(_field: type, text: object) -> NDArray[np.signedinteger[Any]]:
     width, _, packed = text.partition(":")
     kind = _WIDTHS.get(width)
     if kind is None:
-        raise CorruptCheckpointError("The manifest is damaged: the width of a column is unknown.")
+        raise damaged("the width of a column is unknown")
     if len(packed) // 4 * 3 > (ENTRIES_MAX + 1) * int(width):
-        raise CorruptCheckpointError("The manifest is damaged: a column has too many entries.", entries_max=ENTRIES_MAX)
+        raise damaged("a column has too many entries", entries_max=ENTRIES_MAX)
     try:
         data = binascii.a2b_base64(packed, strict_mode=True)  # unlike `base64.b64decode`, without a copy of the text
     except (binascii.Error, ValueError) as error:
-        raise CorruptCheckpointError("The manifest is damaged: a field is not base64.") from error
+        raise damaged("a field is not base64") from error
     if len(data) % int(width):
-        raise CorruptCheckpointError("The manifest is damaged: a column has the wrong length.", bytes=len(data))
+        raise damaged("a column has the wrong length", bytes=len(data))
     return np.frombuffer(data, dtype=kind)
 
 
@@ -74,17 +75,25 @@ def sum_column(differences: NDArray[np.signedinteger[Any]], *, name: str, count:
     A difference may take one byte, and a value takes eight: the number is compared before memory is taken.
     """
     if count is not None and len(differences) != count:
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a column has the wrong length.",
-            column=name,
-            entries=len(differences),
-            count=count,
-        )
+        raise damaged("a column has the wrong length", column=name, entries=len(differences), count=count)
     # The first sum outside [0, 2**53] is below 2**63 + 2**53: if it wraps around, it is negative, and is refused.
     values: I64 = np.cumsum(differences, dtype=np.int64)
     if values.size and (values.min() < 0 or values.max() > VALUE_MAX):
-        raise CorruptCheckpointError("The manifest is damaged: a number in a column is out of bounds.", column=name)
+        raise damaged("a number in a column is out of bounds", column=name)
     return values
+
+
+def sum_counts(counts: I64) -> int:
+    """Return the sum of a column of counts, of which each must be possible in a document."""
+    # A larger sum or product of counts could wrap around in int64 and match by chance.
+    if counts.size and (int(counts.max()) > DOCUMENT_BYTES_MAX or int(counts.min()) < 0):
+        raise damaged("a count is larger than the document")
+    return int(counts.sum())
+
+
+def damaged(what: str, **details: object) -> CorruptCheckpointError:
+    """Return the error for a manifest that contradicts itself."""
+    return CorruptCheckpointError(f"The manifest is damaged: {what}.", **details)
 
 
 def to_base64(data: bytes | memoryview) -> str:

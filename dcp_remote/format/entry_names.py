@@ -7,11 +7,11 @@ import fnmatch
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError
 
 # Bounds on the names shown in an error message.
 _NEAR_MAX = 3
-_TOP_LEVEL_MAX = 10
 _NAME_CHARACTERS_MAX = 128
 
 # Comparing takes 35 µs a name, and grows with the square of the length; a manifest may have a million names.
@@ -81,14 +81,12 @@ def no_match_error(
     near = list(dict.fromkeys([*below, *similar]))[:_NEAR_MAX]
     # The name of an entry at the top itself is a key of the state dict.
     tops = sorted({top_level_key(paths.get(name)) or name for name in names})
-    shown = [top[:_NAME_CHARACTERS_MAX] for top in tops[:_TOP_LEVEL_MAX]]
-    more = ["…"] if len(tops) > _TOP_LEVEL_MAX else []
     return InvalidArgumentError(
         "No entry of the checkpoint has this name or matches this pattern. "
         + (f"Write {below[0]!r} for all entries below it." if below else "Correct it."),
         key=pattern,
         near=", ".join(near) or None,
-        top_level=", ".join(shown + more),
+        top_level=join_some([top[:_NAME_CHARACTERS_MAX] for top in tops]),
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
+from dcp_remote.common.text import is_unicode
 from dcp_remote.errors import CorruptCheckpointError, DcpRemoteError, UnsupportedFormatError
 from dcp_remote.format.columns import to_base64
 from dcp_remote.format.raw_buffers import RAW_BYTES_MIN, RawBytes
@@ -139,11 +140,11 @@ class Encoder:
             return value if math.isfinite(value) else {"$float": _special_float(value)}
         self._claim_container(value)
         if isinstance(value, str) and kind is str:
-            return value if _is_unicode(value) else {"$str": to_base64(value.encode("utf-8", "surrogatepass"))}
+            return value if is_unicode(value) else {"$str": to_base64(value.encode("utf-8", "surrogatepass"))}
         if isinstance(value, list) and kind is list:
             return self.children(value)
         if isinstance(value, dict) and kind is dict:
-            if all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
+            if all(type(key) is str and not key.startswith("$") and is_unicode(key) for key in value):
                 return {key: self.child(key, inner) for key, inner in value.items()}
             return {"$dict": self.pairs(value)}
         tag = self._find_tag(value)
@@ -194,7 +195,7 @@ class Decoder:
             UnsupportedFormatError: The value has a tag that this version does not know.
         """
         if isinstance(encoded, str):
-            if not _is_unicode(encoded):
+            if not is_unicode(encoded):
                 self.corrupt("a string is not Unicode")
             return encoded
         if not isinstance(encoded, (list, dict)):
@@ -311,17 +312,6 @@ def bounded(encoded: Json, low: int, high: int) -> int:
 def from_base64(encoded: Json) -> bytes:
     """Decode base64; a ValueError or TypeError if it is none."""
     return base64.b64decode(expect(encoded, str), validate=True)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return False for a text with lone surrogates, which UTF-8 cannot encode."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _special_float(value: float) -> str:

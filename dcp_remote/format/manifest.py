@@ -279,11 +279,6 @@ class Manifest:
         return tensors.names[int(tensors.chunk_first.searchsorted(chunk, side="right")) - 1]
 
     @property
-    def tensor_groups(self) -> I64:
-        """Number of the top-level key of each tensor, as `tensor_groups` returns it."""
-        return tensor_groups(self.tensors.names, self.flatten)
-
-    @property
     def segment_first(self) -> int:
         """Index of the piece of the first segment; the number of pieces if there are no segments."""
         return len(self.pieces.shard) - (len(self.segments.tensors) if self.segments is not None else 0)

@@ -22,8 +22,8 @@ from dcp_remote.common.arrays import I64
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
-from dcp_remote.format.columns import encode_column, sum_column, unpack_column
-from dcp_remote.format.document import DOCUMENT_BYTES_MAX, SEGMENTS, VERSION, open_document, parse, seal, unseal
+from dcp_remote.format.columns import damaged, encode_column, sum_column, sum_counts, unpack_column
+from dcp_remote.format.document import SEGMENTS, VERSION, open_document, parse, seal, unseal
 from dcp_remote.format.manifest import (
     DIMENSIONS_MAX,
     Manifest,
@@ -268,7 +268,7 @@ def decode(data: bytes) -> Manifest | None:
             digest=document.digest,
         )
     if (document.segments is not None) != (SEGMENTS in document.requires):
-        raise CorruptCheckpointError("The manifest is damaged: it has segments and does not say so, or none.")
+        raise damaged("it has segments and does not say so, or none")
     _sum_columns(document)
     tensors, chunks, objects, run = document.tensors, document.chunks, document.objects, document.run
     segments = None
@@ -343,16 +343,14 @@ def _sum_columns(document: _Document) -> None:
     count = len(document.tensors.names)
     tensors = _sum(document.tensors, "tensors", kind=count, dimensions=count, chunks=count)
     if count and int(tensors.dimensions.max()) > DIMENSIONS_MAX:
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a tensor has more dimensions than torch allows.", dimensions_max=DIMENSIONS_MAX
-        )
-    document.tensors = _sum(tensors, "tensors", shape=_total(tensors.dimensions))
-    own, values = _total(tensors.chunks), _total(tensors.dimensions * tensors.chunks)
+        raise damaged("a tensor has more dimensions than torch allows", dimensions_max=DIMENSIONS_MAX)
+    document.tensors = _sum(tensors, "tensors", shape=sum_counts(tensors.dimensions))
+    own, values = sum_counts(tensors.chunks), sum_counts(tensors.dimensions * tensors.chunks)
     if document.segments is not None:
         own, values = 0, 0
         document.segments = _sum_segments(document.segments, tensors.dimensions)
     document.chunks = _sum(document.chunks, "chunks", pieces=own, offsets=values, sizes=values)
-    _total(document.chunks.pieces)
+    sum_counts(document.chunks.pieces)
     count = len(document.shards.keys)
     _require_digests(document.shards.table_digests, count, name="shards.table_digests")
     document.shards = _sum(document.shards, "shards", sizes=count, data_starts=count, table_lengths=count)
@@ -366,10 +364,10 @@ def _sum_columns(document: _Document) -> None:
 def _sum_segments(segments: _Segments, dimensions: I64) -> _Segments:
     count = len(segments.tensors)
     segments = _sum(segments, "segments", tensors=count, shards=count)
-    segments = _sum(segments, "segments", shard=_total(segments.shards), tensor=_total(segments.tensors))
+    segments = _sum(segments, "segments", shard=sum_counts(segments.shards), tensor=sum_counts(segments.tensors))
     if len(segments.tensor) and int(segments.tensor.max()) >= len(dimensions):
-        raise CorruptCheckpointError("The manifest is damaged: a segment has a tensor that is not listed.")
-    values = _total(dimensions[segments.tensor])
+        raise damaged("a segment has a tensor that is not listed")
+    values = sum_counts(dimensions[segments.tensor])
     return _sum(segments, "segments", offsets=values, sizes=values)
 
 
@@ -384,19 +382,10 @@ def _sum(part: _Part, place: str, **counts: int) -> _Part:
 
 def _require_digests(data: bytes, count: int, *, name: str) -> None:
     if len(data) != count * DIGEST_BYTES:
-        raise CorruptCheckpointError(
-            "The manifest is damaged: a field has the wrong length.", field=name, entries=len(data), count=count
-        )
-
-
-def _total(counts: I64) -> int:
-    # A larger sum or product of counts could wrap around in int64 and match by chance.
-    if counts.size and (int(counts.max()) > DOCUMENT_BYTES_MAX or int(counts.min()) < 0):
-        raise CorruptCheckpointError("The manifest is damaged: a count is larger than the document.")
-    return int(counts.sum())
+        raise damaged("a field has the wrong length", field=name, entries=len(data), count=count)
 
 
 def _user(text: msgspec.Raw) -> dict[str, Any]:
     if len(bytes(text)) > USER_BYTES_MAX:
-        raise CorruptCheckpointError("The manifest is damaged: the user metadata is too large.", limit=USER_BYTES_MAX)
+        raise damaged("the user metadata is too large", limit=USER_BYTES_MAX)
     return parse(bytes(text), _USER, FORMAT)

@@ -37,7 +37,7 @@ from dcp_remote.common.arrays import (
 from dcp_remote.common.digests import DIGEST_BYTES, block_bytes, block_digests, digest, piece_digest
 from dcp_remote.common.threads import in_parallel
 from dcp_remote.errors import CorruptCheckpointError
-from dcp_remote.format.columns import ENTRIES_MAX, encode_column, sum_column, unpack_column
+from dcp_remote.format.columns import ENTRIES_MAX, encode_column, sum_column, sum_counts, unpack_column
 from dcp_remote.format.document import VERSION, open_document, parse, seal
 from dcp_remote.format.manifest import Manifest, Pieces, SegmentTable, Shards, Table, Tensors
 from dcp_remote.format.manifest_validation import check
@@ -164,7 +164,7 @@ def choose_band_pieces(pieces: int, tensors: Tensors) -> int:
 def draft_segments(chunks: Segment, groups: I64, pieces: I64, *, band_pieces: int) -> Iterator[Draft]:
     """Yield the segments of some chunks, whose pieces have no digests yet.
 
-    `groups` is the number of the top-level key of each tensor, as `Manifest.tensor_groups`. `pieces` is the index of
+    `groups` is the number of the top-level key of each tensor, as of `tensor_groups`. `pieces` is the index of
     each piece by which `put_segments` asks for its digest. `band_pieces` is that of `choose_band_pieces`.
     """
     if not len(chunks.tensor):
@@ -372,7 +372,7 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
     document = parse(text, _DOCUMENT, FORMAT)
     chunks, columns = document.chunks, document.pieces
     counts = sum_column(chunks.counts, name="chunks.counts", count=len(tensors))
-    if _total(counts) > ENTRIES_MAX:
+    if sum_counts(counts) > ENTRIES_MAX:
         raise _damaged("it has too many chunks")
     owner = np.repeat(np.arange(len(tensors)), counts)
     tensor = tensors[owner]
@@ -389,7 +389,7 @@ def _decode(manifest: Manifest, segment: int, text: bytes) -> Segment:
     low, high = segments.offsets[places], segments.offsets[places] + segments.sizes[places]
     if bool((offsets < low).any() or (offsets + sizes > high).any()):
         raise _damaged("a chunk lies outside the box of its segment")
-    total = _total(piece_counts)
+    total = sum_counts(piece_counts)
     local = sum_column(columns.shard, name="pieces.shard", count=total)
     begin, end = (int(segments.shards[: segment + i].sum()) for i in (0, 1))
     if len(columns.digests) != total * DIGEST_BYTES or (total and int(local.max()) >= end - begin):
@@ -421,13 +421,6 @@ def join(manifest: Manifest, found: list[Segment], *, is_whole: bool = False) ->
     stored = tuple(replace(item, piece_first=item.piece_first + count) for item in manifest.stored)
     pieces = Pieces.concat([joined.pieces, manifest.pieces])
     return check(replace(manifest, tensors=tensors, pieces=pieces, stored=stored))
-
-
-def _total(counts: I64) -> int:
-    # A sum of larger counts could wrap around.
-    if counts.size and int(counts.max()) > ENTRIES_MAX:
-        raise _damaged("a count is larger than a segment")
-    return int(counts.sum())
 
 
 def _damaged(what: str) -> CorruptCheckpointError:

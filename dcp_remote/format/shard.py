@@ -31,7 +31,8 @@ ITEMS_PER_SHARD_MAX = 16_384
 
 # Name of the block table among the tensors of the file.
 TABLE_NAME = "__dcp_remote_blocks__"
-_RESERVED = "__metadata__"
+# Key of a header that is no tensor.
+METADATA_NAME = "__metadata__"
 # Readers map the file into memory and need aligned data; safetensors itself pads the header to 8 bytes.
 _ALIGNMENT_BYTES = 8
 
@@ -52,7 +53,7 @@ def header(entries: Sequence[HeaderEntry], *, table_length: int) -> bytes:
     The entries are in the order of their data; the block table, of so many bytes, becomes the first tensor.
     """
     tensors = [(TABLE_NAME, "U8", [table_length], table_length)] if table_length else []
-    taken = {_RESERVED, TABLE_NAME}
+    taken = {METADATA_NAME, TABLE_NAME}
     for entry in entries:
         name, dtype = _unused(entry.name, taken), SAFETENSORS_NAMES.get(entry.dtype)
         taken.add(name)
@@ -66,7 +67,7 @@ def encode_header(tensors: Iterable[tuple[str, str, list[int], int]]) -> bytes:
     A tensor is its name, the name of its dtype in safetensors, its shape, and its length in bytes; in the order of
     their data.
     """
-    described: dict[str, object] = {_RESERVED: {"format": "pt"}}  # asked for by Transformers
+    described: dict[str, object] = {METADATA_NAME: {"format": "pt"}}  # asked for by Transformers
     position = 0
     for name, dtype, shape, length in tensors:
         described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + length]}

@@ -17,7 +17,6 @@ from dcp_remote.common.arrays import I64, sorted_unique
 # FSDP1's flat parameters stay below; only a forged manifest does not.
 COMPARISONS_MAX = 100_000_000
 
-
 # Layouts that are remembered: tensors of all layers have few different ones, each of up to a megabyte.
 _LAYOUTS_MAX = 64
 
@@ -55,8 +54,6 @@ def why_not_tiled(
 
 
 def _compare(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Comparisons, *, is_part: bool) -> str | None:
-    if _is_stack(shape, offsets, sizes):
-        return None
     elements = math.prod(shape)
     if bool((offsets + sizes > np.asarray(shape, dtype=np.int64)).any()):
         return "a chunk reaches outside the tensor"
@@ -72,25 +69,6 @@ def _compare(shape: Sequence[int], offsets: I64, sizes: I64, comparisons: Compar
     if len(sizes) <= 1:
         return None
     return _why_overlapping(offsets, sizes, comparisons)
-
-
-def _is_stack(shape: Sequence[int], offsets: I64, sizes: I64) -> bool:
-    """Return whether the boxes are consecutive slices along one dimension, and whole in all others.
-
-    Nearly all layouts are, and this check takes a tenth of the time of the general one.
-    """
-    if not len(sizes) or not len(shape):
-        return False
-    whole = sizes == np.asarray(shape, dtype=np.int64)
-    cut = np.flatnonzero(~whole[0])
-    dimension = int(cut[0]) if len(cut) else 0
-    starts = offsets[:, dimension]
-    stops = starts + sizes[:, dimension]
-    if int(starts[0]) or int(stops[-1]) != shape[dimension] or bool((starts[1:] != stops[:-1]).any()):
-        return False
-    whole[:, dimension] = True
-    # All other dimensions must be whole, and so have no offset.
-    return bool(whole.all()) and int(np.count_nonzero(offsets)) == int(np.count_nonzero(starts))
 
 
 def _why_overlapping(offsets: I64, sizes: I64, comparisons: Comparisons) -> str | None:

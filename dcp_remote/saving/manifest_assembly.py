@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dcp_remote.common.arrays import I64, Buffer, concat_arrays, concat_ranges, group_offsets, sorted_unique
 from dcp_remote.common.digests import DIGEST_BYTES
 from dcp_remote.common.provenance import describe_software
+from dcp_remote.common.text import is_unicode
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError, SaveFailedError, UnsupportedFormatError
 from dcp_remote.format import manifest_json, segments
 from dcp_remote.format.empty_dicts import drop_conflicting
@@ -438,7 +439,7 @@ def require_unicode(plan: SavePlan) -> None:
     """Refuse names that are not Unicode, which JSON cannot hold; called before anything is uploaded."""
     flattened = plan.planner_data if isinstance(plan.planner_data, Mapping) else ()
     for name in chain((item.index.fqn for item in plan.items), flattened):
-        if isinstance(name, str) and not name.isascii() and name.encode(errors="replace").decode() != name:
+        if isinstance(name, str) and not is_unicode(name):
             raise InvalidArgumentError(
                 "A name in the state dict is not Unicode: it has half of a surrogate pair. Rename it.",
                 name=ascii(name)[:200],

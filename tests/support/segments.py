@@ -13,7 +13,7 @@ import torch
 
 from dcp_remote.common.arrays import Buffer
 from dcp_remote.format import segments
-from dcp_remote.format.manifest import Manifest
+from dcp_remote.format.manifest import Manifest, tensor_groups
 from dcp_remote.format.segments import Segment, choose_band_pieces, draft_segments, put_segments
 from tests.support.simulated_ranks import shard
 
@@ -49,6 +49,7 @@ def split(
     number = np.arange(len(tensor)) - tensors.chunk_first[tensor]
     columns = tensors.chunk_offsets, tensors.chunk_sizes, tensors.chunk_pieces
     chunks = Segment(tensor, tensors.dimensions[tensor], number, *columns, pieces.take(np.arange(count)))
+    groups = tensor_groups(tensors.names, manifest.flatten)
     objects: dict[str, Sequence[Buffer]] = {}
     index = put_segments(
         replace(
@@ -58,11 +59,7 @@ def split(
             stored=tuple(replace(item, piece_first=item.piece_first - count) for item in manifest.stored),
         ),
         tensors.chunks,
-        list(
-            draft_segments(
-                chunks, manifest.tensor_groups, np.arange(count), band_pieces=choose_band_pieces(count, tensors)
-            )
-        ),
+        list(draft_segments(chunks, groups, np.arange(count), band_pieces=choose_band_pieces(count, tensors))),
         digests_of=lambda indices: pieces.take(indices).digests,
         make_key=make_key,
         known=known,
