@@ -138,10 +138,9 @@ class SavedCheckpoint:
             if (stored := self.manifest.stored_index.get(name)) is not None:
                 wants = [Want(stored.piece_first, stored.piece_first + stored.pieces, None)]
             elif (number := tensors.index.get(name)) is not None:
-                first = int(tensors.chunk_first[number])
-                bounds = tensors.piece_first[first : first + int(tensors.chunks[number]) + 1].tolist()
-                wants = [Want(start, stop, None) for start, stop in pairwise(bounds)]
-            targets += [BytesTarget(self.manifest, name, want, _ignore) for want in wants]
+                bounds = tensors.piece_first[tensors.chunk_first[number] : tensors.chunk_first[number + 1] + 1]
+                wants = [Want(start, stop, None) for start, stop in pairwise(bounds.tolist())]
+            targets += [BytesTarget(self.manifest, name, want, lambda _: None) for want in wants]
         self._read(targets)
 
     def path(self, name: str) -> tuple[str | int, ...]:
@@ -159,7 +158,3 @@ class SavedCheckpoint:
             memory_budget_bytes=self._buffer_bytes_max,
             retry_seconds=self._retry_seconds,
         )
-
-
-def _ignore(_value: object) -> None:
-    """Do nothing: a destination of our own needs no commit."""

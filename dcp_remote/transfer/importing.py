@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_remote.common.digests import digest
 from dcp_remote.common.geometry import Box
+from dcp_remote.common.text import is_unicode, join_some
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, MiB
 from dcp_remote.errors import (
     CheckpointExistsError,
@@ -44,8 +44,6 @@ from dcp_remote.transfer.source import PIECE_BYTES_MAX, open_source
 from dcp_remote.transfer.tensor_source import Source
 
 logger = logging.getLogger(__name__)
-
-_SHOWN_MAX = 5
 
 # A terabyte at 50 MB/s.
 TIMEOUT_SECONDS = 6 * 3600.0
@@ -129,14 +127,6 @@ def import_checkpoint(
             "import_checkpoint runs in one process, and this one is a rank of several. Call it in a program of its own."
         )
     piece_bytes_max = min(PIECE_BYTES_MAX, max(MiB // 4, int(memory_budget_bytes * _PIECE_SHARE)))
-    settings: dict[str, Any] = {
-        "storage_options": storage_options,
-        "memory_budget_bytes": max(1, int(memory_budget_bytes * _SAVE_SHARE)),
-        "timeout_seconds": timeout_seconds,
-        "allow_pickle": allow_pickle,
-        "progress": progress,
-        "dedup": False,  # the comparison would read the source once more
-    }
     opened = open_source(
         source,
         storage_options=source_options,
@@ -185,7 +175,18 @@ def import_checkpoint(
         )
     resumed_from = newest.step if newest is not None else None
     planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
-    with _ImportingManager(planner, run_url, resumed_from=resumed_from, start_over=start_over, **settings) as run:
+    with CheckpointManager(
+        run_url,
+        resumed_from=resumed_from,
+        start_over=start_over,
+        storage_options=storage_options,
+        memory_budget_bytes=max(1, int(memory_budget_bytes * _SAVE_SHARE)),
+        timeout_seconds=timeout_seconds,
+        allow_pickle=allow_pickle,
+        progress=progress,
+        dedup=False,  # the comparison would read the source once more
+    ) as run:
+        run._make_planner = lambda: planner  # type: ignore[method-assign]
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
         try:
             run.save(step, opened.state, overwrite=overwrite, wait=True, user=note)
@@ -193,7 +194,8 @@ def import_checkpoint(
             require_same()  # whose error says what happened, where another job has begun the run meanwhile
             raise
         report = cast("SaveReport", run.last_save)
-        with _saved_but_not("verified", step):
+        done = "verified"
+        try:
             saved = SavedCheckpoint(
                 run_url,
                 step=step,
@@ -207,9 +209,14 @@ def import_checkpoint(
                 _verify(saved, planner.digests, bytes_max=memory_budget_bytes // 2, progress=progress)
             except CorruptCheckpointError as damage:
                 raise _delete_damaged(run, step, damage) from damage
-        if name is not None:
-            with _saved_but_not("named", step):
+            if name is not None:
+                done = "named"
                 run.run.name(step, name, move=True)
+        except StorageError as error:
+            raise type(error)(
+                f"{error.what} The checkpoint is saved, but could not be {done}. Import it again.",
+                **error.details | {"step": step},
+            ).advise(overwrite="overwrite=True replaces it") from error
     return report
 
 
@@ -224,29 +231,6 @@ def _delete_damaged(run: CheckpointManager, step: int, damage: CorruptCheckpoint
         f"The new checkpoint was damaged when it was read back, and {done}.",
         **damage.details | {"step": step, "older": None, "cause": damage.what},
     )
-
-
-@contextmanager
-def _saved_but_not(done: str, step: int) -> Iterator[None]:
-    """Say in an error of the store that the checkpoint is saved."""
-    try:
-        yield
-    except StorageError as error:
-        raise type(error)(
-            f"{error.what} The checkpoint is saved, but could not be {done}. Import it again.",
-            **error.details | {"step": step},
-        ).advise(overwrite="overwrite=True replaces it") from error
-
-
-class _ImportingManager(CheckpointManager):
-    """Manager of one save, which reads from a source."""
-
-    def __init__(self, planner: _SourcePlanner, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._planner = planner
-
-    def _make_planner(self) -> RunPlanner:
-        return self._planner
 
 
 class _SourcePlanner(PiecePlanner, RunPlanner):
@@ -289,7 +273,7 @@ class _SourcePlanner(PiecePlanner, RunPlanner):
 def _require_storable(source: Source, *, allow_pickle: bool) -> None:
     """Refuse what the save would refuse, before it takes the run from a training."""
     for name in flatten_state(source.state).values:
-        if name.encode(errors="replace").decode() != name:
+        if not is_unicode(name):
             raise InvalidArgumentError(
                 "A name in the source is not Unicode: it has half of a surrogate pair. Load the source by its own "
                 "tool, rename the entry, and save it by CheckpointManager.",
@@ -302,8 +286,7 @@ def _require_storable(source: Source, *, allow_pickle: bool) -> None:
             "Values of the source need code to load, or cannot be stored. Load the source by its own tool, and save "
             "what is needed by CheckpointManager.",
             url=source.url,
-            values="; ".join(f"{value.path} ({value.type_name})" for value in refused[:_SHOWN_MAX]),
-            refused=len(refused),
+            values=join_some([f"{value.path} ({value.type_name})" for value in refused]),
         ).advise(allow_pickle="allow_pickle=True imports them, if you trust the source")
 
 
@@ -365,7 +348,7 @@ def _verify(
 ) -> None:
     """Read all boxes once, and compare their digests; of other entries the bytes with the digests of the save."""
     sizes = {(name, box): box.elements * saved.dtype(name).itemsize for name, box in digests}
-    reads = Together(sizes, saved.read, bytes_max=bytes_max, small_bytes_max=bytes_max)
+    reads = Together(saved, sizes, bytes_max=bytes_max, small_bytes_max=bytes_max)
     with start_progress(progress, "verify", is_coordinator=True) as shown:
         shown.begin(saved.step, sum(sizes.values()))
         for (name, box), expected in digests.items():

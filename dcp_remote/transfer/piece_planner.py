@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -18,14 +18,12 @@ from dcp_remote.serialization.tensors import byte_view
 from dcp_remote.transfer.checkpoint import SavedCheckpoint
 from dcp_remote.transfer.tensor_source import Source
 
-K = TypeVar("K", bound=Hashable)
-
 # Parts up to this size are read together with the next ones.
 _SMALL_BYTES_MAX = 1 * MiB
 
 
-class Together(Generic[K]):
-    """Reads of parts one at a time, in about a known order, of which small ones are read together with the next.
+class Together:
+    """Reads of pieces one at a time, in about a known order, of which small ones are read together with the next.
 
     `sizes` has the size of each part in bytes, in the order in which they are asked for; parts of at most
     `small_bytes_max` are read together, `bytes_max` at a time.
@@ -33,23 +31,23 @@ class Together(Generic[K]):
 
     def __init__(
         self,
-        sizes: Mapping[K, int],
-        read: Callable[[Sequence[K]], Sequence[torch.Tensor]],
+        source: Source | SavedCheckpoint,
+        sizes: Mapping[tuple[str, Box], int],
         *,
         bytes_max: int,
         small_bytes_max: int = _SMALL_BYTES_MAX,
     ) -> None:
         """Keep the arguments; nothing is read."""
-        self._sizes, self._read, self._bytes_max = sizes, read, bytes_max
+        self._source, self._sizes, self._bytes_max = source, sizes, bytes_max
         self._small = [key for key, size in sizes.items() if size <= min(small_bytes_max, bytes_max)]
         self._places = {key: number for number, key in enumerate(self._small)}
-        self._kept: dict[K, torch.Tensor] = {}
+        self._kept: dict[tuple[str, Box], torch.Tensor] = {}
 
-    def take(self, key: K) -> torch.Tensor:
+    def take(self, key: tuple[str, Box]) -> torch.Tensor:
         """Return a part, which is kept no longer."""
         place = self._places.get(key)
         if place is None:
-            return self._read([key])[0]
+            return self._source.read([key])[0]
         if key not in self._kept:
             chosen, total_bytes = [], 0
             for number in range(place, len(self._small)):
@@ -59,7 +57,7 @@ class Together(Generic[K]):
                     break
                 chosen.append(other)
             # In another order than that of `sizes`, the parts that were kept would add up.
-            self._kept = dict(zip(chosen, self._read(chosen), strict=True))
+            self._kept = dict(zip(chosen, self._source.read(chosen), strict=True))
         return self._kept.pop(key)
 
 
@@ -94,7 +92,7 @@ class PiecePlanner(DefaultSavePlanner):
             sizes = self._source.pieces(name)
             self._sizes |= {(name, box): size_bytes for box, size_bytes in sizes.items()}
             items += [_make_item(item, data, box, number) for number, box in enumerate(sizes)]
-        self._reads = Together(self._sizes, self._source.read, bytes_max=self._bytes_max)
+        self._reads = Together(self._source, self._sizes, bytes_max=self._bytes_max)
         self.plan = replace(plan, items=items)
         return self.plan
 

@@ -93,16 +93,10 @@ class RangeReader:
             ) from error
         found = [read[n][start : start + one.length] for one, (n, start) in zip(ranges, places, strict=True)]
         fetches = [
-            Fetch(
-                one.file,
-                one.start + at,
-                len(data[at : at + RANGE_BYTES_MAX]),
-                data[at : at + RANGE_BYTES_MAX],
-                lambda _: b"",  # these files have no digests
-                None,
-            )
+            Fetch(one.file, one.start + at, len(part), part, lambda _: b"", None)  # these files have no digests
             for one, data in zip(merged, read, strict=True)
             for at in range(0, one.length, RANGE_BYTES_MAX)
+            for part in [data[at : at + RANGE_BYTES_MAX]]
         ]
         if len(fetches) == 1 and fetches[0].into is not None:  # without a thread
             self._retrying().get_into(fetches[0].key, fetches[0].start, fetches[0].into)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dcp_remote.common.digests import digest
-from dcp_remote.common.text import join_some
+from dcp_remote.common.text import is_unicode, join_some
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
-from dcp_remote.format.shard import encode_header
+from dcp_remote.format.shard import METADATA_NAME, encode_header
 from dcp_remote.loading.load_options import LoadOptions, Rename
 from dcp_remote.serialization.files import Files
 from dcp_remote.serialization.tensors import byte_view, dtype_name
@@ -31,9 +31,6 @@ _FILES = "files"
 _OTHER_WEIGHTS = re.compile(
     r"\.metadata|model(-\d{5}-of-\d{5})?\.safetensors|[^/]*\.safetensors\.index\.json", re.IGNORECASE
 )
-
-# Key of a header that is no tensor.
-_METADATA = "__metadata__"
 
 
 class SafetensorsExport:
@@ -77,7 +74,7 @@ class SafetensorsExport:
         )
         parts = [("the header", len(header), digest(header))]
         boxes = {(name, box): size_bytes for name in titles for box, size_bytes in saved.pieces(name).items()}
-        reads = Together(boxes, saved.read, bytes_max=limit, small_bytes_max=limit)
+        reads = Together(saved, boxes, bytes_max=limit, small_bytes_max=limit)
         with path.open("xb") as opened:
             opened.write(header)
             for name, box in boxes:
@@ -128,7 +125,7 @@ def _choose(saved: SavedCheckpoint, *, key: str, rename: Rename | None) -> dict[
         raise InvalidArgumentError("rename leaves out all tensors. Leave out some alone.", url=saved.store.url)
     for title, new in renamed.items():
         name = titles[title]
-        if new == _METADATA or new.encode(errors="replace").decode() != new:
+        if new == METADATA_NAME or not is_unicode(new):
             raise InvalidArgumentError(
                 "safetensors cannot hold a tensor of this name. Rename it, or leave it out.",
                 tensor=name,

@@ -19,6 +19,7 @@ from dcp_remote.common.units import MiB
 from dcp_remote.errors import CorruptCheckpointError, InvalidArgumentError
 from dcp_remote.format.dtypes import SAFETENSORS_NAMES
 from dcp_remote.format.json_text import from_text
+from dcp_remote.format.shard import METADATA_NAME
 from dcp_remote.serialization.files import FILES_BYTES_MAX, FILES_MAX, Files
 from dcp_remote.serialization.tensors import parse_dtype
 from dcp_remote.transfer.ranges import FileRange, RangeReader, require_range, require_shape
@@ -164,7 +165,7 @@ class SafetensorsSource(Source):
             raise self._corrupt(file, "its header does not fit into it")
         (data,) = self.reader.read([FileRange(file, 8, length)])
         header = self._parse(file, data)
-        metadata = header.pop("__metadata__", None)
+        metadata = header.pop(METADATA_NAME, None)
         if isinstance(metadata, dict) and _has_parts(metadata.get(_SHARDING)):
             raise self._parts_of_tensors([file])
         found = {name: self._place(file, name, entry, 8 + length) for name, entry in header.items()}

@@ -6,7 +6,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -31,23 +31,17 @@ _NAME_CHARACTERS_MAX, _NAME_CHARACTERS_PER_BYTE_MAX = 1 * MiB, 16
 _TAIL_BYTES = (64 * KiB, 1 * MiB, 16 * MiB)
 _TAIL_BYTES_MAX = 256 * MiB
 
+# Attribute of a storage without memory: where its bytes are. torch keeps the attributes of storages.
+_PLACE = "dcp_remote_place"
+
 _INSTEAD = "Load it by torch.load, and save its dict by CheckpointManager."
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Value of a stream of `torch.save`, with tensors that have no memory."""
+def load_layout(reader: RangeReader, span: FileRange) -> Any:
+    """Return the value of a stream, whose tensors have no memory; for `find_stored`, their storages know their places.
 
-    value: Any
-    span: FileRange  # the stream
-    sizes: Mapping[int, int]  # size in bytes of each record, by its first byte in the stream
-    details: Mapping[str, Any]  # URL and file, for messages
-
-
-def load_layout(reader: RangeReader, span: FileRange) -> Layout:
-    """Return the layout of a stream; three to six GETs, and one per storage above 4 KiB, 16 at a time.
-
-    The pickle is loaded as that of a stream of dcp_remote is, with storages that have no memory, and know their places.
+    Costs three to six GETs, and one per storage above 4 KiB, 16 at a time. The pickle is loaded as that of a stream of
+    dcp_remote is.
     Refused are objects that need code, tensors that torch cannot load without memory, compressed records, another byte
     order, and what `require_walkable` refuses.
     """
@@ -69,15 +63,18 @@ def load_layout(reader: RangeReader, span: FileRange) -> Layout:
                 f"A file of torch.save comes from a machine with another order of bytes. {_INSTEAD}", **details
             )
 
+        if any(start + record_bytes[name] > span.length for name, start in starts.items()):
+            raise ValueError("a record lies outside the stream")
+
         def make_storage(name: str, size_bytes: int, _: torch.dtype) -> torch.UntypedStorage:
             storage = torch.UntypedStorage(size_bytes, device="meta")
-            storage._checkpoint_offset = starts[name]
+            setattr(storage, _PLACE, FileRange(span.file, span.start + starts[name], record_bytes[name]))
             return storage
 
         program = bytes(found["data.pkl"])
         value = unpickle(program, record_bytes, make_storage)
         require_walkable(value, len(program), **details)
-        return Layout(value, span, {start: record_bytes[name] for name, start in starts.items()}, details)
+        return value
     except (DcpRemoteError, MemoryError):
         raise
     except UnsafeStreamError as error:
@@ -164,36 +161,32 @@ def require_walkable(value: object, stream_bytes: int, **details: object) -> Non
             left.append((child, depth + 1, child_length))
 
 
-def find_stored(value: object, layout: Layout) -> StoredTensor | None:
-    """Return the place of a tensor of a layout; None of a value that its elements in the stream do not describe.
+def find_stored(value: object, url: str) -> StoredTensor | None:
+    """Return the place of a tensor of `load_layout`; None of a value that its elements in the stream do not describe.
 
     Refuses a tensor with elements outside its storage (damaged), or larger than a checkpoint can hold.
     """
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized or value.is_nested:
         return None
-    storage = value.untyped_storage()
-    start = storage._checkpoint_offset  # set by `load_layout`
-    size_bytes = layout.sizes.get(start) if isinstance(start, int) else None
-    if not isinstance(start, int) or size_bytes is None or value.is_conj() or value.is_neg():
+    place: FileRange | None = getattr(value.untyped_storage(), _PLACE, None)
+    if place is None or value.is_conj() or value.is_neg():
         return None
-    require_shape(value.shape, value.dtype, **layout.details)
+    require_shape(value.shape, value.dtype, url=url, file=place.file)
     first, shape, strides = int(value.storage_offset()), tuple(map(int, value.shape)), tuple(map(int, value.stride()))
     # Not by the size of torch's storage, which torch enlarges to what a tensor needs.
     last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    is_inside = first >= 0 and (last + 1) * value.dtype.itemsize <= size_bytes
+    is_inside = first >= 0 and (last + 1) * value.dtype.itemsize <= place.length
     if min(strides, default=0) < 0 or (value.numel() and not is_inside):
         raise CorruptCheckpointError(
             "A file of torch.save is damaged: a tensor has elements outside its storage. Copy it once more.",
-            **layout.details,
+            url=url,
+            file=place.file,
             shape=shape,
             strides=strides,
             first=first,
-            storage_bytes=size_bytes,
+            storage_bytes=place.length,
         )
-    length = size_bytes - size_bytes % value.dtype.itemsize
-    if start + length > layout.span.length:
-        return None
-    elements = FileRange(layout.span.file, layout.span.start + start, length)
+    elements = FileRange(place.file, place.start, place.length - place.length % value.dtype.itemsize)
     is_contiguous = torch.empty_strided(shape, strides, device="meta").is_contiguous()
     return StoredTensor(elements, first, shape, None if is_contiguous else strides, value.dtype)
 
@@ -215,33 +208,33 @@ class TorchFileSource(Source):
                 url=self.url,
                 file=file,
             )
-        layout = load_layout(reader, FileRange(file, 0, size_bytes))
-        value = layout.value
+        value = load_layout(reader, FileRange(file, 0, size_bytes))
         if not isinstance(value, dict) or not value:
             raise InvalidArgumentError(
                 "The file holds no dict of tensors.", url=self.url, file=file, type=type(value).__qualname__
             )
         is_state_dict = all(isinstance(one, torch.Tensor) for one in value.values())
-        self.state = self._replace({"model": dict(value)} if is_state_dict else dict(value), (), layout)
+        self._file = file
+        self.state = self._replace({"model": dict(value)} if is_state_dict else dict(value), ())
 
-    def _replace(self, value: Any, path: tuple[str, ...], layout: Layout, *, is_read: bool = False) -> Any:
+    def _replace(self, value: Any, path: tuple[str, ...], *, is_read: bool = False) -> Any:
         """Return a value with tensors on the meta device, and note their places by their names.
 
         Tensors in a tuple, which torch's planner takes for one object, are read.
         """
         if isinstance(value, dict):
-            return {key: self._replace(one, (*path, str(key)), layout, is_read=is_read) for key, one in value.items()}
+            return {key: self._replace(one, (*path, str(key)), is_read=is_read) for key, one in value.items()}
         if isinstance(value, (list, tuple)):
             is_read = is_read or isinstance(value, tuple)
-            found = [self._replace(one, (*path, str(n)), layout, is_read=is_read) for n, one in enumerate(value)]
+            found = [self._replace(one, (*path, str(n)), is_read=is_read) for n, one in enumerate(value)]
             return tuple(found) if isinstance(value, tuple) else found
         if not isinstance(value, torch.Tensor):
             return value
-        stored, name = find_stored(value, layout), ".".join(path)
+        stored, name = find_stored(value, self.url), ".".join(path)
         if stored is None:
             raise InvalidArgumentError(
                 f"A tensor of the file is no plain one. {_INSTEAD}",
-                file=layout.span.file,
+                file=self._file,
                 tensor=name,
                 layout=value.layout,
             )

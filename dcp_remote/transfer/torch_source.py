@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
+from functools import partial
 from types import NoneType
 from typing import Any, ClassVar, TypeGuard
 
@@ -33,31 +34,24 @@ TORCH_METADATA_FILE = ".metadata"
 
 _THREADS = 16
 
-# Classes and functions that metadata may name. A prefix would not do: `os.system` is a name in a module of torch's.
-_CHECKPOINT = "torch.distributed.checkpoint"
+# Classes and functions that metadata may name, by module. A prefix would not do: `os.system` is a name in a module of
+# torch's.
 _KNOWN = {
-    *(
-        (f"{_CHECKPOINT}.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        )
-    ),
-    # Of torch before 2.2.
-    *(
-        ("torch.distributed._shard.sharded_tensor.metadata", name)
-        for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
-    ),
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},  # before torch 2.2
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
 }
 
-
-# Opcodes of `.metadata`, beside those of objects and dicts, which `_MetadataUnpickler` carries out itself.
+# Opcodes of `.metadata` that make or change objects and dicts, which `_MetadataUnpickler` checks first; and the others.
+_CHECKED_OPCODES = (pickle.BUILD, pickle.REDUCE, pickle.NEWOBJ, pickle.SETITEM, pickle.SETITEMS)
 _OPCODES = frozenset(
     code[0]
     for code in (
@@ -183,9 +177,9 @@ class TorchSource(Source):
             if isinstance(place, FileRange) and place.length > min(self._piece_bytes_max, RANGE_BYTES_MAX)
         ]
         with ThreadPoolExecutor(_THREADS) as pool:
-            layouts = list(pool.map(lambda one: load_layout(self.reader, one[3]), large))
-        for (name, number, box, _), layout in zip(large, layouts, strict=True):
-            stored = find_stored(layout.value, layout)
+            values = list(pool.map(lambda one: load_layout(self.reader, one[3]), large))
+        for (name, number, box, _), value in zip(large, values, strict=True):
+            stored = find_stored(value, self.url)
             if stored is not None:
                 if (stored.shape, stored.dtype) != (box.sizes, self._dtypes[name]):
                     raise self._corrupt("A stream does not hold the chunk that the metadata describe.", name)
@@ -239,6 +233,12 @@ def _load_metadata(reader: RangeReader) -> Metadata:
     return metadata
 
 
+def _carry_out(opcode: bytes, unpickler: Any) -> None:
+    if not unpickler.is_permitted(opcode):
+        raise pickle.UnpicklingError("these are no metadata of torch")
+    pickle._Unpickler.dispatch[opcode[0]](unpickler)
+
+
 class _MetadataUnpickler(pickle._Unpickler):
     """Unpickler of `.metadata`, in time proportional to its length. In Python: the methods of C's cannot be replaced.
 
@@ -252,71 +252,43 @@ class _MetadataUnpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         self._hashes: Counter[int] = Counter()
 
-    def load_build(self) -> None:
-        """Set the attributes of an object; those of a class or an enum would be changed for the whole process."""
-        target, state = self.stack[-2:]
-        if isinstance(target, type) or not is_dataclass(target):
-            raise UnsafeObjectError(
-                "The metadata of this checkpoint change a class or function of this process.", type=repr(target)
-            )
-        self._require(type(state) is dict or (type(state) is tuple and not any(map(_is_container, state))))
-        self._call(pickle.BUILD)
+    def is_permitted(self, opcode: bytes) -> bool:
+        """Return whether an opcode that makes or changes an object finds on the stack what metadata have."""
+        if opcode == pickle.BUILD:
+            target, state = self.stack[-2:]
+            # The attributes of a class or an enum would be changed for the whole process.
+            if isinstance(target, type) or not is_dataclass(target):
+                raise UnsafeObjectError(
+                    "The metadata of this checkpoint change a class or function of this process.", type=repr(target)
+                )
+            return type(state) is dict or _is_flat(state)
+        if opcode == pickle.REDUCE:  # a call with texts and numbers; of `torch.Size`, with a tuple of numbers
+            called, given = self.stack[-2:]
+            return _is_flat(*given) if called is torch.Size else _is_flat(given)
+        if opcode == pickle.NEWOBJ:
+            return self.stack[-1] == ()
+        return all(map(self._is_key, self.stack[::2] if opcode == pickle.SETITEMS else self.stack[-2:-1]))
 
-    def load_reduce(self) -> None:
-        """Call a class or function: with texts and numbers, and `torch.Size` with a tuple of numbers."""
-        called, given = self.stack[-2:]
-        if called is torch.Size:
-            (given,) = given
-        self._require(type(given) is tuple and not any(map(_is_container, given)))
-        self._call(pickle.REDUCE)
-
-    def load_newobj(self) -> None:
-        """Make an object without arguments."""
-        self._require(self.stack[-1] == ())
-        self._call(pickle.NEWOBJ)
-
-    def load_setitems(self) -> None:
-        """Fill a dict."""
-        self._require_keys(self.stack[::2])
-        self._call(pickle.SETITEMS)
-
-    def load_setitem(self) -> None:
-        """Add an item to a dict."""
-        self._require_keys(self.stack[-2:-1])
-        self._call(pickle.SETITEM)
-
-    def _require_keys(self, keys: Sequence[object]) -> None:
-        """Check that keys are texts or indexes, of which few have equal hashes."""
-        for key in keys:
-            if type(key) is MetadataIndex:
-                self._require(type(key.fqn) is str and type(key.offset) in {torch.Size, NoneType})
-                self._require(type(key.index) in {int, NoneType})
-                self._hashes[hash(key)] += 1
-                self._require(self._hashes[hash(key)] <= COLLISIONS_MAX)
-            else:
-                self._require(type(key) is str)
-
-    def _call(self, opcode: bytes) -> None:
-        call: Any = pickle._Unpickler.dispatch[opcode[0]]
-        call(self)
-
-    def _require(self, is_known: bool) -> None:  # noqa: FBT001  # a condition
-        if not is_known:
-            raise pickle.UnpicklingError("these are no metadata of torch")
+    def _is_key(self, key: object) -> bool:
+        """Return whether a key is a text, or an index of which few have equal hashes."""
+        if type(key) is not MetadataIndex:
+            return type(key) is str
+        if type(key.fqn) is not str or type(key.offset) not in {torch.Size, NoneType}:
+            return False
+        if type(key.index) not in {int, NoneType}:
+            return False
+        self._hashes[hash(key)] += 1
+        return self._hashes[hash(key)] <= COLLISIONS_MAX
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **{code: load for code, load in pickle._Unpickler.dispatch.items() if code in _OPCODES},
-        pickle.BUILD[0]: load_build,
-        pickle.REDUCE[0]: load_reduce,
-        pickle.NEWOBJ[0]: load_newobj,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
+        **{opcode[0]: partial(_carry_out, opcode) for opcode in _CHECKED_OPCODES},
     }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that metadata may have."""
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in _KNOWN:
+        if not is_dtype and name not in _KNOWN.get(module, ()):
             raise UnsafeObjectError(
                 "The metadata of this checkpoint name a class that is none of torch's checkpoints.",
                 type=f"{module}.{name}",
@@ -324,5 +296,6 @@ class _MetadataUnpickler(pickle._Unpickler):
         return super().find_class(module, name)
 
 
-def _is_container(value: object) -> bool:
-    return isinstance(value, (tuple, list, dict)) or is_dataclass(value)
+def _is_flat(value: object) -> bool:
+    """Return whether a value is a tuple without containers and objects."""
+    return type(value) is tuple and not any(isinstance(one, (tuple, list, dict)) or is_dataclass(one) for one in value)

@@ -22,7 +22,7 @@ from dcp_remote.storage import LocalStore
 from dcp_remote.storage.counting import CountingStore
 from dcp_remote.storage.wrapper import WrappedStore
 from dcp_remote.transfer.ranges import FileRange, RangeReader
-from dcp_remote.transfer.torch_file_source import load_layout
+from dcp_remote.transfer.torch_file_source import find_stored, load_layout
 from tests.support.threads import PATIENCE_SECONDS
 
 PACKAGE = str(Path(dcp_remote.__file__).parent)
@@ -138,8 +138,9 @@ def test_places_of_large_storages_are_read_many_at_a_time(tmp_path: Path) -> Non
     torch.save({str(n): torch.zeros(2**18 + 100) for n in range(16)}, tmp_path / "a.pt")
     size_bytes = (tmp_path / "a.pt").stat().st_size
     store = Together(LocalStore(tmp_path), size_bytes=size_bytes)
-    layout = load_layout(RangeReader(store, store.list(), retry_seconds=1), FileRange("a.pt", 0, size_bytes))
-    assert [size for size in layout.sizes.values() if size > 2**20] == [2**20 + 400] * 16
+    value = load_layout(RangeReader(store, store.list(), retry_seconds=1), FileRange("a.pt", 0, size_bytes))
+    places = [find_stored(tensor, store.url) for tensor in value.values()]
+    assert [place.storage.length for place in places if place is not None] == [2**20 + 400] * 16
     assert len(store.headers) == 15
 
 
