@@ -115,29 +115,21 @@ class StoreSuite:
         # Listings may have coarser timestamps.
         assert [info.modified_seconds for info in store.list()] == pytest.approx([first, second], abs=1.0)
 
-    def test_missing(self, store: ObjectStore) -> None:
-        """Use every verb on an absent key, and on a key below it."""
-        for key in ("missing", "missing/below"):
+    @pytest.mark.parametrize("others", [[], ["folder/object"]])
+    def test_missing(self, store: ObjectStore, others: list[str]) -> None:
+        """Use every verb on an absent key, on a key below it, and on a key that may be a prefix of another."""
+        for other in others:
+            store.put(other, [b"x"])
+        for key in ("missing", "missing/below", "folder"):
             with pytest.raises(ObjectNotFoundError):
                 store.head(key)
             with pytest.raises(ObjectNotFoundError):
                 store.get(key, limit_bytes=10)
             with pytest.raises(FileNotFoundError):
                 store.get_into(key, 0, memoryview(bytearray(1)))
-        assert list(store.list()) == []
+            assert store.delete([key]) == {}
+        assert [info.key for info in store.list()] == others
         assert list(store.list("missing/")) == []
-
-    def test_a_prefix_is_no_object(self, store: ObjectStore) -> None:
-        """Read and delete a key that is only a prefix of another."""
-        store.put("folder/object", [b"x"])
-        with pytest.raises(ObjectNotFoundError):
-            store.head("folder")
-        with pytest.raises(ObjectNotFoundError):
-            store.get("folder", limit_bytes=10)
-        with pytest.raises(ObjectNotFoundError):
-            store.get_into("folder", 0, memoryview(bytearray(1)))
-        assert store.delete(["folder"]) == {}
-        assert self.raw_read(store, "folder/object") == b"x"
 
     def test_absent(self, store: ObjectStore) -> None:
         """Create twice: the second is refused and changes nothing; after a delete, a create succeeds again."""
