@@ -266,7 +266,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             called, given = self.stack[-2:]
             return _is_flat(*given) if called is torch.Size else _is_flat(given)
         if opcode == pickle.NEWOBJ:
-            return self.stack[-1] == ()
+            return bool(self.stack[-1] == ())
         return all(map(self._is_key, self.stack[::2] if opcode == pickle.SETITEMS else self.stack[-2:-1]))
 
     def _is_key(self, key: object) -> bool:
