@@ -6,6 +6,7 @@ Works on a manifest and *targets*; knows nothing of torch's planners. All target
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -37,10 +38,6 @@ _Reread: TypeAlias = Callable[[Iterable[Fetch[Any]]], Iterator[Fetched[Any]]]
 Arrived: TypeAlias = Callable[[str, int, memoryview, bool], None]
 
 
-def _ignore(_key: str, _start: int, _data: memoryview, _stays: bool) -> None:  # noqa: FBT001  # `Arrived`
-    """Do nothing: no other rank wants the range."""
-
-
 class Target(Protocol):
     """Destination of one want. Byte positions count from the beginning of the chunk or object."""
 
@@ -67,7 +64,7 @@ def read_targets(
     retry_seconds: float,
     deadline: Deadline | None = None,
     plan: ReadPlan | None = None,
-    arrived: Arrived = _ignore,
+    arrived: Arrived = lambda *_: None,
     latency_seconds: float = 0.0,
 ) -> None:
     """Read all targets in parallel, and verify every byte.
@@ -140,10 +137,10 @@ class _Progress:
         self._entries: dict[int, bytes] = {}  # verified block digests of a partly read piece, from its shard's table
         self._digests: dict[int, bytearray] = {}  # block digests of a whole piece, as its bytes arrive
         self.open_pieces = dict.fromkeys(range(len(targets)), 0)  # pieces still to come, by number of the target
-        for numbers in plan.users.values():
+        for numbers in plan.wanted.users.values():
             for number in numbers:
                 self.open_pieces[number] += 1
-        self._open_segments = dict(plan.segments)
+        self._open_segments = Counter(segment.piece for request in plan.ranges for segment in request.segments)
         for number, count in self.open_pieces.items():
             if not count:
                 targets[number].complete()
@@ -179,7 +176,7 @@ class _Progress:
         return lambda data: b"".join(block_digests(data[a : a + n], size_bytes=size) for a, n, size in cuts)
 
     def _find_place(self, segment: Segment) -> memoryview | None:
-        users = self._plan.users[segment.piece]
+        users = self._plan.wanted.users[segment.piece]
         if len(users) != 1:
             return None
         return self._targets[users[0]].place(self._span(users[0], segment))
@@ -206,13 +203,13 @@ class _Progress:
             self._close(segment)
 
     def _take(self, segment: Segment, data: memoryview) -> None:
-        for user in self._plan.users[segment.piece]:
+        for user in self._plan.wanted.users[segment.piece]:
             self._targets[user].take(self._span(user, segment), data)
 
     def _matches(self, segment: Segment, blocks: bytes, fetch: Fetch[RangePlan]) -> bool:
         """Return whether blocks match their digests; of a whole piece, True until its last segment verifies it."""
         piece = segment.piece
-        if piece in self._plan.partial:
+        if piece in self._plan.wanted.partial:
             first = segment.block_first * DIGEST_BYTES
             return self._table_entries(piece, fetch)[first : first + len(blocks)] == blocks
         count = block_count(int(self._manifest.pieces.length[piece]))
@@ -224,7 +221,7 @@ class _Progress:
         """Read a segment once more into `data`; of a whole piece all segments, since any of them can be damaged."""
         piece = segment.piece
         segments = [segment]
-        if piece not in self._plan.partial:
+        if piece not in self._plan.wanted.partial:
             segments = [part for request in self._plan.ranges for part in request.segments if part.piece == piece]
         requests = [RangePlan(fetch.subject.shard, part.start, part.length, (part,)) for part in segments]
         matches = False
@@ -261,7 +258,7 @@ class _Progress:
             return
         self._entries.pop(segment.piece, None)
         self._digests.pop(segment.piece, None)
-        for user in self._plan.users[segment.piece]:
+        for user in self._plan.wanted.users[segment.piece]:
             self.open_pieces[user] -= 1
             if not self.open_pieces[user]:
                 self._targets[user].complete()

@@ -117,7 +117,7 @@ def load(
 def _choose_paths(manifest: Manifest, names: Sequence[str], options: LoadOptions) -> dict[str, Path]:
     """Return the names of the entries and empty dicts that are chosen, each with its path in the returned state."""
     flatten = manifest.flatten or {}
-    renamed = options.rename_entries(names)
+    renamed, _ = options.rename_entries(names)
     paths = {new: _new_path(flatten.get(name, (name,)), name, new) for name, new in renamed.items()}
     names_chosen, unmatched = options.choose(paths)
     if unmatched:

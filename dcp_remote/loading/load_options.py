@@ -53,15 +53,19 @@ class LoadOptions:
         values = {name: getattr(self, name) for name in self.given if not callable(getattr(self, name))}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
-    def rename_entries(self, names: Collection[str], links: Sequence[NameLink] = ()) -> dict[str, str]:
+    def rename_entries(
+        self, names: Collection[str], links: Sequence[NameLink] = ()
+    ) -> tuple[dict[str, str], dict[str, Mapping[str, str | None]]]:
         """Return the name in the state of each entry of the checkpoint, without those that `rename` leaves out.
+
+        The second value has the new names of parameters by their old ones, by the linked place; for a mapping alone.
 
         Links are places of the state that repeat the names of a model. A mapping renames a parameter there as well; a
         function is called for these entries itself. A name of the mapping that no entry has, and two entries with one
         name, are refused.
         """
         if self.rename is None:
-            return {name: name for name in names}
+            return {name: name for name in names}, {}
         rename = self.rename if callable(self.rename) else PrefixRename(self.rename, names, links)
         renamed: dict[str, str] = {}
         sources: dict[str, str] = {}
@@ -86,15 +90,10 @@ class LoadOptions:
                     entries=f"{sources[new]}, {name}",
                 ).advise(rename="rename={name: None} leaves an entry out")
             renamed[name], sources[new] = new, name
-        if isinstance(rename, PrefixRename):
-            rename.require_used()
-        return renamed
-
-    def renamed_parameters(
-        self, names: Collection[str], links: Sequence[NameLink]
-    ) -> dict[str, Mapping[str, str | None]]:
-        """Return the new names of parameters by their old ones, by the linked place; for a mapping alone."""
-        return PrefixRename(self.rename, names, links).parameters() if isinstance(self.rename, Mapping) else {}
+        if not isinstance(rename, PrefixRename):
+            return renamed, {}
+        rename.require_used()
+        return renamed, rename.parameters()
 
     def choose(self, names: Collection[str]) -> tuple[Collection[str], list[str]]:
         """Return the names that are chosen, and the patterns that match none of the names."""

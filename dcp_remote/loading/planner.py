@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.dcp_metadata import SourceMeta, held_boxes, plan_value
 from dcp_remote.loading.load_options import LoadOptions, Patterns, Rename
@@ -22,8 +23,6 @@ from dcp_remote.serialization.leaves import flatten_state, is_flattened, iterate
 from dcp_remote.serialization.state_dict import has_nested_shards
 
 logger = logging.getLogger(__name__)
-
-_NAMES_SHOWN_MAX = 5
 
 
 class RemoteLoadPlanner(DefaultLoadPlanner):
@@ -60,6 +59,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         InvalidArgumentError: An option has a wrong value.
     """
 
+    comparison: Comparison  # of this rank's state with the checkpoint, after `set_up_planner`
+
     def __init__(
         self,
         *,
@@ -76,15 +77,8 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
             include=include, exclude=exclude, rename=rename, missing=missing, unexpected=unexpected, dtype=dtype
         )
         self._source = SourceMeta()
-        self._comparison: Comparison | None = None
         self._empty_places: list[str] = []
         self._keys: Mapping[str, tuple[Any, ...]] = {}  # of each value, as the state has them, by its name
-
-    @property
-    def comparison(self) -> Comparison:
-        """Comparison of this rank's state with the checkpoint, after `set_up_planner`."""
-        assert self._comparison is not None, "set_up_planner comes first"
-        return self._comparison
 
     # ---- torch's protocol, in the order in which torch calls it
 
@@ -125,7 +119,7 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
                 "Tensors of the state are on the meta device, and there is no process group whose device torch would "
                 "allocate them on. Allocate them: torch.empty_like(tensor, device=...), or model.to_empty(device=...).",
                 tensors=len(on_meta),
-                names=", ".join(on_meta[:_NAMES_SHOWN_MAX]),
+                names=join_some(on_meta),
             ) from error
         left = tensors.keys() - self.state_dict  # parts of which this rank has nothing
         self.state_dict = {n: self.state_dict.get(n, value) for n, value in flat.values.items() if n not in left}
@@ -139,12 +133,12 @@ class RemoteLoadPlanner(DefaultLoadPlanner):
         else:
             self._source = SourceMeta(checkpoint_id=meta.checkpoint_id if meta is not None else None)
         renamed, entries = self._source.renamed, metadata.state_dict_metadata
-        self._comparison = compare_state(
+        self.comparison = compare_state(
             self.state_dict,
             self.mappings,
             entries,
             self._options,
-            renamed=renamed if renamed is not None else self._options.rename_entries(entries),
+            renamed=renamed if renamed is not None else self._options.rename_entries(entries)[0],
             rank=self._source.rank,
             on_meta=set(on_meta) if self._options.given else (),
         )

@@ -7,7 +7,6 @@ by the block table of the shard.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -91,11 +90,9 @@ class ReadPlan:
     few wants are half read, and held in memory, at a time.
     """
 
+    wanted: Wanted  # all of whose blocks the ranges cover
     tables: tuple[int, ...]  # shards whose block tables are fetched before the ranges
     ranges: tuple[RangePlan, ...]
-    segments: dict[int, int]  # number of segments by wanted piece
-    partial: frozenset[int]  # pieces of which not every block is fetched
-    users: dict[int, list[int]]  # numbers of the wants that a piece belongs to, by piece
 
 
 def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
@@ -119,7 +116,7 @@ def want_box(manifest: Manifest, *, tensor: int, chunk: int, box: Box) -> Want:
 def plan_reads(manifest: Manifest, wants: Sequence[Want]) -> ReadPlan:
     """Turn wants into requests; each block is fetched once, however many wants touch it."""
     wanted = wanted_blocks(manifest, wants)
-    return make_plan(wanted, wanted.tables, plan_ranges(manifest, wanted, wanted.blocks))
+    return ReadPlan(wanted, wanted.tables, tuple(plan_ranges(manifest, wanted, wanted.blocks)))
 
 
 def wanted_blocks(manifest: Manifest, wants: Sequence[Want]) -> Wanted:
@@ -152,12 +149,6 @@ def plan_ranges(manifest: Manifest, wanted: Wanted, blocks: Mapping[int, Mask | 
         segments += ((shard, segment) for segment in _segments(manifest, piece, mask))
     # The sort is stable: requests for wants of one size stay in the order of shard and byte.
     return sorted(merge_segments(segments), key=lambda request: -max(request.length, _largest_want(wanted, request)))
-
-
-def make_plan(wanted: Wanted, tables: Sequence[int], ranges: Sequence[RangePlan]) -> ReadPlan:
-    """Return the plan of these requests, in this order; together they cover all wanted blocks."""
-    counts = Counter(segment.piece for request in ranges for segment in request.segments)
-    return ReadPlan(tuple(tables), tuple(ranges), dict(counts), wanted.partial, wanted.users)
 
 
 def _largest_want(wanted: Wanted, request: RangePlan) -> int:

@@ -148,9 +148,7 @@ class Run:
         """Return whether a checkpoint of this step or name is live, abandoned or not. One GET."""
         require_step_or_name(step)
         catalog = self._catalog()
-        if catalog is None:
-            return False
-        return catalog.find(step) is not None
+        return catalog is not None and catalog.find(step) is not None
 
     def user(self, step: int | str | None = None) -> dict[str, Any]:
         """Return the `user` metadata that was given when a checkpoint was saved; None is the newest.

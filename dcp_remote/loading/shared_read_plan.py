@@ -27,7 +27,6 @@ from dcp_remote.loading.read_plan import (
     Segment,
     Wanted,
     cut_blocks,
-    make_plan,
     merge_segments,
     plan_ranges,
 )
@@ -189,7 +188,7 @@ def plan_shared(
     # Tables that others own come last.
     late = {unit.range.shard for _, unit in mine if not unit.range.segments and unit.owner != member}
     tables = sorted(wanted.tables, key=lambda shard: shard in late)
-    return make_plan(wanted, tables, [request for _, request in ordered if request.segments])
+    return ReadPlan(wanted, tuple(tables), tuple(request for _, request in ordered if request.segments))
 
 
 def _windows(units: Iterable[Unit], window_bytes: int) -> Iterable[tuple[int, Unit]]:

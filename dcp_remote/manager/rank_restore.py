@@ -133,23 +133,6 @@ class _Go:
     cohort: Mapping[int, Announcement]
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedRestore:
-    """Template of a restore, and the plan that reads into it."""
-
-    manifest: Manifest  # of one in segments, with the chunks of those that this rank needs
-    template: dict[str, Any]
-    planner: RemoteLoadPlanner
-    plan: LoadPlan
-    renamed_parameters: Mapping[str, Mapping[str, str | None]]  # as `fit_groups` takes them
-
-    def apply(self, state: MutableMapping[str, Any], rank: int, verdict: Verdict) -> None:
-        """Put the loaded values into the state of the user."""
-        is_loaded = self.planner.comparison.sources.__contains__
-        fit_groups(state, self.template, is_loaded, self.renamed_parameters)
-        apply_loaded(state, self.template, rank, untouched=verdict.untouched)
-
-
 class Restored(NamedTuple):
     """Result of a restore."""
 
@@ -211,18 +194,17 @@ class RankRestore:
                 del chosen
                 read.clear()
                 exchange = opened.enter_context(self._exchange()) if self.ranks.world_size > 1 else None
-                planned = self._plan(entry, manifest, state, made)
-                manifest = planned.manifest
-                layers = make_target_layers(manifest, planned.plan, planned.planner, allow_pickle=self.allow_pickle)
+                manifest, planner, plan, renamed_parameters = self._plan(entry, manifest, state, made)
+                layers = make_target_layers(manifest, plan, planner, allow_pickle=self.allow_pickle)
                 wants = [target.want for target in layers[0]]
                 announcement = exchange.listen(manifest, wants) if exchange is not None else None
-                verdict, cohort = self._agree(planned.planner, announcement, entry.step)
+                verdict, cohort = self._agree(planner, announcement, entry.step)
             planned_seconds = time.monotonic()
             with self.operation.phase("reading"):
                 collective.set_activity(f"reading step {entry.step}")
                 self.progress.begin(entry.step)
                 self._read_layers(manifest, layers, exchange, cohort, latency_seconds)
-                compared = planned.planner.comparison
+                compared, template = planner.comparison, planner.original_state_dict
                 left_out = compared.left_out(verdict.left_out)
                 baseline = None
                 if not (compared.kept or left_out):
@@ -231,7 +213,8 @@ class RankRestore:
                 # Until then another rank may want what this rank has read, and a value is applied only if all can be.
                 collective.gather(exchange.unreached[:1] if exchange is not None else [], _warn_of_unreached)
                 opened.close()
-                planned.apply(state, self.ranks.rank, verdict)
+                fit_groups(state, template, compared.sources.__contains__, renamed_parameters)
+                apply_loaded(state, template, self.ranks.rank, untouched=verdict.untouched)
                 if runs_foreign_code:
                     collective.gather(None, _require_no_failure)
         counts = self.store.counts.since(before)
@@ -262,21 +245,13 @@ class RankRestore:
 
     def _choose(self, asked: Sequence[_Asked], read: list[bytes]) -> _Chosen | None:
         """Choose the checkpoint that all ranks ask for; called on the coordinator only. `read` gets the manifest."""
-        steps = [one.options["step"] for one in asked]
-        if any(step != steps[0] for step in steps):
-            raise InvalidArgumentError(
-                "Ranks restore different steps; nothing was restored. Call restore with one step on all ranks.",
-                steps=str(steps[:16]),
-            )
-        # Otherwise a rank would keep values that the others load, such as a part of a replicated model.
+        # With other options a rank would keep values that the others load, such as a part of a replicated model.
         other = next((rank for rank, one in enumerate(asked) if one.options != asked[0].options), None)
         if other is not None:
-            both = (asked[rank].options for rank in (0, other))
-            given = [{name: value for name, value in options.items() if name != "step"} for options in both]
             raise InvalidArgumentError(
-                "Ranks restore with different options; nothing was restored. Call restore with the same options on all "
-                "ranks.",
-                options=f"rank 0: {given[0]}; rank {other}: {given[1]}",
+                "Ranks restore different steps, or with different options; nothing was restored. Call restore with the "
+                "same step and options on all ranks.",
+                options=f"rank 0: {asked[0].options}; rank {other}: {asked[other].options}",
             )
         step, store, retry_seconds = self.request.step, self.store, self._retry_seconds
         with (
@@ -336,11 +311,15 @@ class RankRestore:
 
     def _plan(
         self, entry: Entry, manifest: Manifest, state: MutableMapping[str, Any], made: MadeStates
-    ) -> _PlannedRestore:
-        """Compare state and checkpoint, and list what this rank wants."""
+    ) -> tuple[Manifest, RemoteLoadPlanner, LoadPlan, Mapping[str, Mapping[str, str | None]]]:
+        """Compare state and checkpoint, and list what this rank wants.
+
+        Returns the manifest (of one in segments, with the chunks of those that this rank needs), the planner with the
+        template, the plan, and the new names of parameters, as `fit_groups` takes them.
+        """
         options, names, rank = self.request.options, list(manifest.names()), self.ranks.rank
         links = find_links(state) if isinstance(options.rename, Mapping) else []
-        renamed = options.rename_entries(names, links)
+        renamed, parameters = options.rename_entries(names, links)
         saved = _saved_paths(manifest, renamed)
         keep = partial(options.keep, saved=set(renamed.values()))
         template = make_template(state, rank, saved, keep=keep, made=made)
@@ -365,8 +344,16 @@ class RankRestore:
                 url=self.store.url,
                 tensor=uncovered,
             )
-        self._require_no_lost_values(find_lost_values(manifest, plan, planner.lookup_tensor), entry.step)
-        return _PlannedRestore(manifest, template, planner, plan, options.renamed_parameters(names, links))
+        if lost := find_lost_values(manifest, plan, planner.lookup_tensor):
+            raise StateMismatchError(
+                "Tensors of the state share their memory, as tied weights do, and were saved with different values, of "
+                "which one would be lost; nothing was loaded. Untie them.",
+                names="; ".join(f"{first} and {second}" for first, second in lost[:10]),
+                found=len(lost),
+                url=self.store.url,
+                step=entry.step,
+            ).advise(exclude='exclude="<name>" leaves one of them out')
+        return manifest, planner, plan, parameters
 
     def _agree(
         self, planner: RemoteLoadPlanner, announcement: Announcement | None, step: int
@@ -432,17 +419,6 @@ class RankRestore:
                 self.store.url,
                 ", ".join(planner.comparison.skipped_keys),
             )
-
-    def _require_no_lost_values(self, lost: Sequence[tuple[str, str]], step: int) -> None:
-        if lost:
-            raise StateMismatchError(
-                "Tensors of the state share their memory, as tied weights do, and were saved with different values, of "
-                "which one would be lost; nothing was loaded. Untie them.",
-                names="; ".join(f"{first} and {second}" for first, second in lost[:10]),
-                found=len(lost),
-                url=self.store.url,
-                step=step,
-            ).advise(exclude='exclude="<name>" leaves one of them out')
 
     # ---- reading
 

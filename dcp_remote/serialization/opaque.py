@@ -15,9 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError
-
-_NAMED_MAX = 5
 
 # Types of values that hold no others.
 ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes})
@@ -129,7 +128,7 @@ def imitation_error(names: Sequence[str]) -> InvalidArgumentError:
     return InvalidArgumentError(
         "Tuples of two that begin with a mark of this library cannot be told from values that it has wrapped. "
         "Save lists in their place, or change the text.",
-        where=", ".join(names[:_NAMED_MAX]),
+        where=join_some(names),
         found=len(names),
     )
 

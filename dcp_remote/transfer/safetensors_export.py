@@ -120,7 +120,7 @@ def _choose(saved: SavedCheckpoint, *, key: str, rename: Rename | None) -> dict[
             join_some(left),
         )
     titles = {name.removeprefix(prefix): name for name in tensors}
-    renamed = LoadOptions(rename=rename).rename_entries(titles)
+    renamed = LoadOptions(rename=rename).rename_entries(titles)[0]
     if not renamed:
         raise InvalidArgumentError("rename leaves out all tensors. Leave out some alone.", url=saved.store.url)
     for title, new in renamed.items():
