@@ -62,11 +62,8 @@ class PrefixRename:
         for prefix, given in self._given.items():
             if prefix not in self._used:
                 prefixes = _prefixes(self._names)
-                parts = prefix.split(".")
-                above = [
-                    name for depth in range(len(parts) - 1, 0, -1) if (name := ".".join(parts[:depth])) in prefixes
-                ]
-                near = near_names(prefix, [*self._names, *prefixes]) or above[:1]
+                above = _longest_prefix(prefix.rpartition(".")[0], prefixes, range(1, len(prefix)))
+                near = near_names(prefix, [*self._names, *prefixes]) or ([above] if above else [])
                 raise InvalidArgumentError(
                     "rename takes names of the checkpoint, or their first parts up to a dot; no entry has this one. "
                     "If an earlier start of this job has renamed it, leave rename out.",

@@ -294,13 +294,19 @@ class OptimizerState:
                 # A scheduler copies the rate, of whose kind the value to load into must be.
                 group[option] = rate.clone() if option == "initial_lr" and isinstance(rate, torch.Tensor) else None
 
-    def drop_kept_options(self, values: Mapping[str, Any], loads: Callable[[str], bool]) -> None:
+    def fit_groups(self, values: Mapping[str, Any], loads: Callable[[str], bool], renamed: Mapping[str, str]) -> None:
         """Remove options of groups that were not loaded from a template, so that each group keeps its own.
+
+        The parameters of loaded groups get their new names, by which `load_saved` finds the group of a parameter.
 
         Args:
             values: Template that was loaded; a group has another position in it than here if the order differs.
             loads: Function that returns whether the value of a name was loaded.
+            renamed: New names of parameters by their old ones.
         """
+        for number, group in enumerate(values["param_groups"]):
+            if loads(f"param_groups.{number}.params"):
+                group["params"] = [renamed.get(name, name) for name in group["params"]]
         if _is_fsdp1(self._model):  # torch's function needs all options
             if not any(optimizer.state for optimizer in self._optimizers) and not any(map(loads, _flat_names(values))):
                 values["state"].clear()
@@ -311,14 +317,6 @@ class OptimizerState:
         loaded = {tuple(path[1:3]) for name, path in paths.items() if loads(name)}
         for number, option in options - loaded:
             groups[number].pop(option, None)
-
-    def rename_groups(
-        self, values: Mapping[str, Any], renamed: Mapping[str, str], loads: Callable[[str], bool]
-    ) -> None:
-        """Give the parameters of loaded groups other names, by which `load_saved` finds the group of a parameter."""
-        for number, group in enumerate(values["param_groups"]):
-            if loads(f"param_groups.{number}.params"):
-                group["params"] = [renamed.get(name, name) for name in group["params"]]
 
     def load_saved(self, values: Mapping[str, Any]) -> None:
         """Set the optimizers to what was saved: a parameter without a state in `values` has none afterwards.

@@ -227,13 +227,12 @@ def fit_groups(
         def loads_below(name: str, prefix: str = prefix) -> bool:
             return loads(prefix + name)
 
-        states = f"{prefix}state."
-        for start, names in renamed.items():
-            if start.startswith(states):
-                model = start.removeprefix(states)
-                new_names = {model + old: model + new for old, new in names.items() if new is not None}
-                leaf.value.rename_groups(values, new_names, loads_below)
-        leaf.value.drop_kept_options(values, loads_below)
+        states, new_names = f"{prefix}state.", dict[str, str]()
+        for place, names in renamed.items():
+            if place.startswith(states):
+                model = place.removeprefix(states)
+                new_names |= {model + old: model + new for old, new in names.items() if new is not None}
+        leaf.value.fit_groups(values, loads_below, new_names)
 
 
 def apply_loaded(
@@ -351,15 +350,9 @@ class _StateReader:
         read = {
             key: inner if type(inner) in ATOMS else self._read(inner, (*path, str(key))) for key, inner in value.items()
         }
-        if not any(map(operator.is_not, read.values(), value.values())):
-            return value
-        if not isinstance(value, MutableMapping):
-            raise InvalidArgumentError(
-                "A mapping that cannot be changed holds a Stateful; a restore puts values into it. Use a dict.",
-                where=name_of(path),
-                type=type(value).__name__,
-            )
-        return read
+        # `flatten_state` refuses a mapping that cannot be changed, into which a restore puts values.
+        is_read = isinstance(value, MutableMapping) and any(map(operator.is_not, read.values(), value.values()))
+        return read if is_read else value
 
     def _read_leaf(self, value: Any, path: Path) -> Any:
         if isinstance(value, PerRank):

@@ -118,5 +118,5 @@ def test_a_lazy_module_without_shapes() -> None:
 
 def test_a_mapping_that_cannot_be_changed_holds_no_stateful() -> None:
     """A restore could put nothing into such a mapping, so that the save is refused."""
-    with CheckpointManager(MemoryStore()) as checkpoints, pytest.raises(InvalidArgumentError, match="Use a dict"):
+    with CheckpointManager(MemoryStore()) as checkpoints, pytest.raises(InvalidArgumentError, match="Save dict"):
         checkpoints.save(1, {"parts": MappingProxyType({"part": Growing(a=1)})}, wait=True)
