@@ -167,13 +167,13 @@ class _Progress:
             yield self._fetch(request, into)
 
     def _fetch(self, request: RangePlan, into: memoryview | None) -> Fetch[RangePlan]:
-        key = self._manifest.shards.keys[request.shard]
-        return Fetch(key, request.start, request.length, into, self._digester(request), request)
-
-    def _digester(self, request: RangePlan) -> Callable[[memoryview], bytes]:
-        lengths = self._manifest.pieces.length
+        key, lengths = self._manifest.shards.keys[request.shard], self._manifest.pieces.length
         cuts = [(s.start - request.start, s.length, block_bytes(int(lengths[s.piece]))) for s in request.segments]
-        return lambda data: b"".join(block_digests(data[a : a + n], size_bytes=size) for a, n, size in cuts)
+
+        def digest_blocks(data: memoryview) -> bytes:
+            return b"".join(block_digests(data[a : a + n], size_bytes=size) for a, n, size in cuts)
+
+        return Fetch(key, request.start, request.length, into, digest_blocks, request)
 
     def _find_place(self, segment: Segment) -> memoryview | None:
         users = self._plan.wanted.users[segment.piece]

@@ -155,14 +155,14 @@ def _make_tensor_targets(
 ) -> list[Target]:
     """Make the targets that read a whole tensor into `flat`: one per chunk, or one for a stream."""
     tensors = manifest.tensors
-    name, kind = tensors.names[number], tensors.kind_of(number)
+    name, kind, sizes = tensors.names[number], tensors.kind_of(number), tensors.shape_of(number)
     first = int(tensors.chunk_first[number])
     saved = parse_dtype(kind.dtype)
     wanted = dtype if dtype is not None and saved.is_floating_point else saved
     is_stream = kind.encoding != RAW
     chunks = range(first, first + int(tensors.chunks[number]))
     elements = sum(math.prod(tensors.sizes_of(chunk)) for chunk in chunks)
-    if elements != math.prod(tensors.shape_of(number)) or (is_stream and not chunks):
+    if elements != math.prod(sizes) or (is_stream and not chunks):
         raise CorruptCheckpointError("Chunks of a tensor are in no segment. Use another checkpoint.", tensor=name)
     if is_stream:
 
@@ -170,21 +170,17 @@ def _make_tensor_targets(
             flat[name] = tensor.to(wanted)
 
         return [make_stream_target(manifest, tensor=number, chunk=first, deliver=deliver, allow_pickle=allow_pickle)]
-    whole = flat[name] = _allocate(name, wanted, tensors.shape_of(number))
-    return make_box_targets(manifest, number, Box((0,) * whole.dim(), tuple(whole.shape)), whole)
-
-
-def _allocate(name: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
     try:
-        return empty_tensor(dtype, sizes)
+        whole = flat[name] = empty_tensor(wanted, sizes)
     except RuntimeError as error:
         # torch's CPU allocator raises RuntimeError, which does not name the tensor.
         raise InvalidArgumentError(
             "A tensor does not fit into the memory of this process. Choose what to load by `keys`, or load into the "
             "shards of several ranks with RemoteReader.",
             tensor=name,
-            bytes=math.prod(sizes) * dtype.itemsize,
+            bytes=math.prod(sizes) * wanted.itemsize,
             shape=sizes,
-            dtype=dtype_name(dtype),
+            dtype=dtype_name(wanted),
             cause=error,
         ) from error
+    return make_box_targets(manifest, number, Box((0,) * len(sizes), sizes), whole)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeGuard
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -38,10 +36,14 @@ def make_target_layers(
     A plan of what the manifest lacks, and a template that cannot take what is read, are an `InvalidArgumentError`. The
     templates of a planner that makes them on demand are checked when it makes them, in the thread that reads.
     """
-    # Other planners may make a template when they are asked for it, and keep it in memory until it is complete: theirs
-    # are not asked for here.
-    template_of = planner.lookup_tensor if _has_torchs_templates(planner) else None
-    layer_of = _later_layers(plan, template_of) if template_of is not None else {}
+    # Other planners may make a template when they are asked for it, to be copied later, and keep it in memory until it
+    # is complete: theirs are not asked for here.
+    torchs = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+    template_of = planner.lookup_tensor if inherits_methods(planner, DefaultLoadPlanner, torchs) else None
+    layer_of: dict[MetadataIndex, int] = {}
+    if template_of is not None:
+        indices = dict.fromkeys(item.dest_index for item in plan.items if item.type != LoadItemType.BYTE_IO)
+        layer_of.update(zip(indices, assign_layers([template_of(index) for index in indices]), strict=True))
     layers: list[list[Target]] = [[] for _ in range(1 + max(layer_of.values(), default=0))]
     for item in plan.items:
         if item.type == LoadItemType.BYTE_IO:
@@ -62,18 +64,6 @@ def make_target_layers(
         )
         layers[layer_of.get(item.dest_index, 0)].append(target)
     return layers
-
-
-def _has_torchs_templates(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
-    """Return whether the planner resolves to the tensors of the state; others may make tensors to be copied later."""
-    return inherits_methods(planner, DefaultLoadPlanner, ("resolve_tensor", "lookup_tensor", "transform_tensor"))
-
-
-def _later_layers(plan: LoadPlan, template_of: Callable[[MetadataIndex], torch.Tensor]) -> Mapping[MetadataIndex, int]:
-    """Return the layers of the templates that share memory with an earlier one; nearly always there is none."""
-    indices = dict.fromkeys(item.dest_index for item in plan.items if item.type != LoadItemType.BYTE_IO)
-    numbers = assign_layers([template_of(index) for index in indices])
-    return {index: layer for index, layer in zip(indices, numbers, strict=True) if layer}
 
 
 def _find_chunk(manifest: Manifest, index: MetadataIndex) -> tuple[int, int]:

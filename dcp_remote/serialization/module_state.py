@@ -64,11 +64,6 @@ _TORCH_KEYS = frozenset({"state", "param_groups"})
 _PLACE_CHARACTERS_MAX = 128
 
 
-def keep_nothing(_names: Collection[str]) -> Collection[str]:
-    """Return no name: all values are loaded."""
-    return ()
-
-
 class ModelState:
     """State of a model, with the same names under any wrapper (FSDP, DDP, `torch.compile`); a `Stateful`.
 
@@ -225,7 +220,7 @@ class OptimizerState:
     def template(
         self,
         saved: Collection[str],
-        keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+        keep: Callable[[Collection[str]], Collection[str]] = lambda _names: (),
         *,
         others: Collection[str] = (),
         made: MadeStates | None = None,

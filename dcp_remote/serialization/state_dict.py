@@ -41,7 +41,6 @@ from dcp_remote.serialization.module_state import (
     OptimizerState,
     all_names_of,
     find_models,
-    keep_nothing,
     names_parameters_itself,
 )
 from dcp_remote.serialization.opaque import (
@@ -163,8 +162,8 @@ def make_template(
     rank: int,
     saved: Collection[Path],
     *,
-    keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
-    made: MadeStates | None = None,
+    keep: Callable[[Collection[str]], Collection[str]],
+    made: MadeStates,
 ) -> dict[str, Any]:
     """Return the template for a restore: `build_saved_state`, without per-rank values that the checkpoint lacks.
 
@@ -321,7 +320,7 @@ class _StateReader:
         *,
         roles: TensorRoles | None = None,
         saved: Collection[Path] | None = None,
-        keep: Callable[[Collection[str]], Collection[str]] = keep_nothing,
+        keep: Callable[[Collection[str]], Collection[str]] = lambda _names: (),
         made: MadeStates | None = None,
     ) -> None:
         """Keep the state; nothing is read."""
