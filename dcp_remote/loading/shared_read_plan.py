@@ -77,12 +77,8 @@ class _BlockNumbers:
 
 def _block_bytes(lengths: I64) -> I64:
     """Return `digests.block_bytes` of many pieces."""
-    sizes = np.full(len(lengths), BLOCK_BYTES_MIN, dtype=np.int64)
-    size = BLOCK_BYTES_MIN
-    while size < BLOCK_BYTES_MAX:
-        sizes[lengths > size * BLOCKS_PER_PIECE] *= 2
-        size *= 2
-    return sizes
+    sizes = BLOCK_BYTES_MIN << np.arange((BLOCK_BYTES_MAX // BLOCK_BYTES_MIN).bit_length(), dtype=np.int64)
+    return sizes[np.searchsorted(sizes[:-1] * BLOCKS_PER_PIECE, lengths)]
 
 
 def encode_wanted(manifest: Manifest, wanted: Wanted) -> bytes:

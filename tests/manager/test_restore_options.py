@@ -384,6 +384,7 @@ def test_a_state_that_cannot_be_changed(store: RecordingStore) -> None:
         ({}, {"include": "w"}),
         ({"exclude": "b"}, {}),
         ({}, {"must_exist": True}),
+        ({"step": 1}, {"step": 2}),
         ({"rename": {"b": None}, "missing": "keep"}, {"rename": {"w": None}, "missing": "keep"}),
     ],
 )
