@@ -34,7 +34,7 @@ from dcp_remote.manager.background_save import AtExit, BackgroundSave, Backgroun
 from dcp_remote.manager.coordinator import Coordinator
 from dcp_remote.manager.first_save import FirstSave
 from dcp_remote.manager.preemption import Preemption
-from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
+from dcp_remote.manager.progress import Progress, ProgressSetting, check_progress
 from dcp_remote.manager.rank_restore import RankRestore, Request, runs_foreign_code
 from dcp_remote.manager.rank_save import RankSaver
 from dcp_remote.manager.reports import LoadReport, SaveReport
@@ -549,7 +549,7 @@ class CheckpointManager:
             if self._schedule is not None:
                 self._schedule.count_restore()
             is_coordinator = self._ranks.is_coordinator
-            with collective, start_progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
+            with collective, Progress(self._progress, "restore", is_coordinator=is_coordinator) as progress:
                 restored = RankRestore(
                     self._ranks,
                     collective,

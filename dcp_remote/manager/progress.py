@@ -73,25 +73,6 @@ def check_progress(given: object) -> None:
         )
 
 
-def start_progress(
-    setting: ProgressSetting, what: Operation, *, is_coordinator: bool, out: TextIO | None = None
-) -> Progress:
-    """Return the progress of a save or restore; call `begin` when its step is known.
-
-    Args:
-        setting: False shows nothing, True draws a bar or logs, a function is called instead.
-        what: Operation.
-        is_coordinator: False on the other ranks, which show nothing.
-        out: Stream to draw on; None for standard error.
-    """
-    out = sys.stderr if out is None else out
-    shown = setting is True and is_coordinator
-    progress = Progress(_DOING[what], None, out, is_terminal=shown and can_redraw(out), is_silent=not shown)
-    if is_coordinator and not isinstance(setting, bool):
-        progress.call(setting, what)
-    return progress
-
-
 def can_redraw(out: TextIO | None) -> bool:
     """Return whether a line can be redrawn: tqdm is loaded, and the stream is the own terminal, or a notebook's.
 
@@ -109,39 +90,38 @@ def _is_notebook(out: TextIO) -> bool:
 
 
 class Progress:
-    """Progress of one save or restore on this rank. Call `close`, or use the object as a context manager.
+    """Progress of one save, restore, export or verification on this rank: a bar, log records, or calls of a function.
 
-    Any thread may call `add` and `tell`; the caller's thread draws the bar, at most ten times a second. Neither
-    raises: nothing more is written to a terminal that was closed or failed.
+    Call `begin` once the step is known, and `close`; or use the object as a context manager. Any thread may call `add`
+    and `tell`; the caller's thread draws the bar, at most ten times a second. Neither raises: nothing more is written
+    to a terminal that was closed or failed.
 
-    Args:
-        what: Operation under way, in a few words: `saving step 1000`.
-        total_bytes: Bytes to be moved; None if unknown.
-        out: Stream to draw on, usually standard error.
-        is_terminal: True if a bar can be drawn there (`can_redraw`); otherwise a line is logged per minute.
-        is_silent: True to draw and log nothing but the last line.
-        clock: Monotonic clock, in seconds.
+    A setting of True draws a bar where one can be drawn (`can_redraw`), and otherwise logs a line per minute; False
+    shows nothing but the last line, as do ranks other than the coordinator. A function is called from `begin` on, about
+    once a second, in the thread that moved bytes, and never two at a time; an exception that it raises is logged, and
+    then the function is not called any more.
     """
 
     def __init__(
         self,
-        what: str,
-        total_bytes: int | None,
-        out: TextIO | None,
+        setting: ProgressSetting,
+        operation: Operation,
         *,
-        is_terminal: bool,
-        is_silent: bool = False,
+        is_coordinator: bool,
+        out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without a bar, which is drawn by `add` or `tell`."""
-        self._what = escape_unprintable(what)
-        self._total_bytes = total_bytes
-        self._out = out if is_terminal else None
+        """Begin without a bar; `out` is the stream to draw on, None for standard error."""
+        out = sys.stderr if out is None else out
+        is_shown = setting is True and is_coordinator
+        self._what = _DOING[operation]
+        self._total_bytes: int | None = None
+        self._out = out if is_shown and can_redraw(out) else None
         self._bar: Any = None
-        self._function: Callable[[ProgressReport], object] | None = None
-        self._operation: Operation = "save"
+        self._function = setting if is_coordinator and not isinstance(setting, bool) else None
+        self._operation: Operation = operation
         self._step: int | None = None
-        self._is_silent = is_silent
+        self._is_silent = not is_shown
         self._clock = clock
         self._began_seconds = clock()
         self._next_seconds = self._began_seconds + (_LOG_SECONDS if self._out is None else 0.0)
@@ -150,13 +130,6 @@ class Progress:
         self._closed = threading.Event()
         self._counting = threading.Lock()
         self._drawing = threading.Lock()
-
-    def call(self, function: Callable[[ProgressReport], object], what: Operation) -> None:
-        """Call a function from `begin` on, about once a second, in the thread that moved bytes; never two at a time.
-
-        An exception that the function raises is logged, and then the function is not called any more.
-        """
-        self._function, self._operation = function, what
 
     def begin(self, step: int | None, total_bytes: int | None = None) -> None:
         """Set the step, and the bytes to be moved; None if `expect` tells them. The time counts from now on.

@@ -17,7 +17,7 @@ from dcp_remote.format.catalog import Attempt
 from dcp_remote.format.keys import origin
 from dcp_remote.format.segments import find_segments
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
-from dcp_remote.manager.progress import Progress, ProgressSetting, start_progress
+from dcp_remote.manager.progress import Progress, ProgressSetting
 from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
 from dcp_remote.manager.save_planning import Agreed, RankPlanning, Replicas, Task
 from dcp_remote.manager.sharing_store import SharingStore
@@ -98,7 +98,7 @@ class RankSaver:
                 agreed = self.planning.agree(collective, task, borrow=attempt < _ATTEMPTS_MAX)
             if isinstance(agreed, Labelled):  # this job has saved the step before
                 return self._report_repeated(task, agreed, before)
-            with start_progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
+            with Progress(self._progress, "save", is_coordinator=self._ranks.is_coordinator) as progress:
                 progress.begin(task.labels.step, sum(map(chunk_bytes, agreed.plan.items)))
                 uploading_seconds = time.monotonic()
                 with phase("uploading"):

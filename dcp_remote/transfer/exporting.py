@@ -16,7 +16,7 @@ from dcp_remote.common.text import join_some
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES, WEIGHTS_FILE_BYTES_MAX
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.loading.load_options import Rename
-from dcp_remote.manager.progress import ProgressSetting, check_progress, start_progress
+from dcp_remote.manager.progress import Progress, ProgressSetting, check_progress
 from dcp_remote.storage import ObjectStore
 from dcp_remote.storage.location import require_budget, require_timeout
 from dcp_remote.storage.retrying import RANGE_RETRY_SECONDS
@@ -118,7 +118,7 @@ def export_checkpoint(
     try:
         draft.mkdir()
         _require_empty(target, but=draft)  # another export may have begun here meanwhile
-        with start_progress(progress, "export", is_coordinator=True) as shown:
+        with Progress(progress, "export", is_coordinator=True) as shown:
             shown.begin(saved.step, 2 * export.total_bytes)
             export.write(draft, shown.add)
             shown.close(f"exported {saved.store.url} to {target}")

@@ -26,7 +26,7 @@ from dcp_remote.errors import (
     UnsafeObjectError,
 )
 from dcp_remote.manager.manager import CheckpointManager
-from dcp_remote.manager.progress import ProgressSetting, start_progress
+from dcp_remote.manager.progress import Progress, ProgressSetting
 from dcp_remote.manager.reports import SaveReport
 from dcp_remote.run.info import CheckpointInfo, latest
 from dcp_remote.run.job import CheckpointLabels
@@ -349,7 +349,7 @@ def _verify(
     """Read all boxes once, and compare their digests; of other entries the bytes with the digests of the save."""
     sizes = {(name, box): box.elements * saved.dtype(name).itemsize for name, box in digests}
     reads = Together(saved, sizes, bytes_max=bytes_max, small_bytes_max=bytes_max)
-    with start_progress(progress, "verify", is_coordinator=True) as shown:
+    with Progress(progress, "verify", is_coordinator=True) as shown:
         shown.begin(saved.step, sum(sizes.values()))
         for (name, box), expected in digests.items():
             if digest(byte_view(reads.take((name, box)))) != expected:

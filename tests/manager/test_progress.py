@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from dcp_remote import CheckpointManager, ProgressReport, RemoteReader
 from dcp_remote.common.units import MiB
 from dcp_remote.errors import InvalidArgumentError
 from dcp_remote.manager import progress as progress_module
-from dcp_remote.manager.progress import Progress, can_redraw, start_progress
+from dcp_remote.manager.progress import Progress, can_redraw
 from tests.support.rank_threads import Clock
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -65,9 +65,19 @@ def _without_other_bars() -> Iterator[None]:
     tqdm.tqdm._instances.clear()
 
 
+def make_progress(clock: Clock, out: TextIO, *, is_terminal: bool = True) -> Progress:
+    """Return the progress of a save, which takes the stream for a terminal or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress_module, "can_redraw", lambda _: is_terminal)
+        return Progress(True, "save", is_coordinator=True, out=out, clock=clock)
+
+
 def on_terminal(clock: Clock, total_bytes: int | None = 1000 * MiB) -> tuple[Progress, io.StringIO]:
+    """Return the progress of a save that has begun on a terminal, and what the terminal gets."""
     out = io.StringIO()
-    return Progress("saving step 1000", total_bytes, out, is_terminal=True, clock=clock), out
+    progress = make_progress(clock, out)
+    progress.begin(1000, total_bytes)
+    return progress, out
 
 
 def test_bar_of_a_terminal(clock: Clock) -> None:
@@ -107,10 +117,11 @@ def test_figures(
 ) -> None:
     """Log an empty, an exceeded and an unknown total, 100% only for all bytes, and minutes and hours."""
     caplog.set_level(logging.INFO, LOGGER.name)
-    progress = Progress("saving", total_bytes, None, is_terminal=False, clock=clock)
+    progress = make_progress(clock, io.StringIO(), is_terminal=False)
+    progress.begin(7, total_bytes)
     clock.now += 60
     progress.add(done_bytes)
-    assert caplog.messages == [f"saving: {line}"]
+    assert caplog.messages == [f"saving step 7: {line}"]
 
 
 def test_at_most_ten_redraws_a_second(clock: Clock) -> None:
@@ -145,7 +156,8 @@ def test_nothing_comes_after_the_last_line(is_terminal: bool, clock: Clock, capl
     """Ignore bytes of uploads that were given up, and a second `close`."""
     caplog.set_level(logging.INFO, LOGGER.name)
     out = io.StringIO()
-    with Progress("saving", 1000 * MiB, out, is_terminal=is_terminal, clock=clock) as progress:
+    with make_progress(clock, out, is_terminal=is_terminal) as progress:
+        progress.begin(7, 1000 * MiB)
         progress.close("saved")
         clock.now += 100
         progress.add(MiB)
@@ -168,8 +180,7 @@ def test_after_an_error_nothing_remains(clock: Clock, caplog: pytest.LogCaptureF
 
 def test_text_is_escaped(clock: Clock) -> None:
     """Escape line breaks and ANSI sequences in every text."""
-    out = io.StringIO()
-    progress = Progress("saving\x1b[2J", 10, out, is_terminal=True, clock=clock)
+    progress, out = on_terminal(clock)
     progress.tell("3\n\x1b]0")
     progress.close("saved\x1b[2J\nstep 3")
     assert screen(out.getvalue()) == ["saved\\x1b[2J\\nstep 3", ""]
@@ -182,7 +193,8 @@ def test_without_a_terminal_a_line_a_minute(clock: Clock, caplog: pytest.LogCapt
     """Log a line per minute and the last line, and write nothing to the stream."""
     caplog.set_level(logging.INFO, LOGGER.name)
     out = io.StringIO()
-    with Progress("saving step 7", 200 * MiB, out, is_terminal=False, clock=clock) as progress:
+    with make_progress(clock, out, is_terminal=False) as progress:
+        progress.begin(7, 200 * MiB)
         for _ in range(185):
             clock.now += 1
             progress.add(MiB)
@@ -269,7 +281,8 @@ def can_others_draw() -> bool:
 def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Raise nothing if any write of the first two redraws fails, leave tqdm to others, and log the last line."""
     caplog.set_level(logging.INFO, LOGGER.name)
-    with Progress("saving", 10, Broken(error, number), is_terminal=True, clock=clock) as progress:
+    with make_progress(clock, Broken(error, number)) as progress:
+        progress.begin(7, 10)
         for _ in range(2):
             progress.add(1)
             clock.now += 0.1
@@ -283,10 +296,11 @@ def test_streams_that_fail(error: Exception, number: int, clock: Clock, caplog: 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_ctrl_c_in_a_write(number: int, clock: Clock) -> None:
     """Interrupt any write of two redraws: the interrupt is raised, and bars of other threads are drawn."""
-    progress = Progress("saving", 10, Broken(KeyboardInterrupt(), number), is_terminal=True, clock=clock)
+    progress = make_progress(clock, Broken(KeyboardInterrupt(), number))
 
     def save() -> None:
         with progress:
+            progress.begin(7, 10)
             for _ in range(2):
                 progress.add(1)
                 clock.now += 0.1
@@ -308,8 +322,8 @@ def test_a_terminal_that_was_stopped(clock: Clock, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(progress_module, "_LAST_LINE_SECONDS", 0.01)
     out = Stuck()
-    progress = Progress("saving", 10, out, is_terminal=True, clock=clock)
-    held_up = threading.Thread(target=progress.add, args=(1,), daemon=True)
+    progress = make_progress(clock, out)
+    held_up = threading.Thread(target=progress.begin, args=(7, 10), daemon=True)
     held_up.start()
     assert is_stuck.wait(60)
     clock.now += 10
@@ -347,9 +361,10 @@ def test_many_threads(clock: Clock) -> None:
 SCRIPT = """
 import os, sys
 import tqdm
-from dcp_remote.manager.progress import Progress, can_redraw
+from dcp_remote.manager.progress import Progress
 now = 0.0
-with Progress("saving step 1000", 100, sys.stderr, is_terminal=can_redraw(sys.stderr), clock=lambda: now) as progress:
+with Progress(True, "save", is_coordinator=True, clock=lambda: now) as progress:
+    progress.begin(1000, 100)
     for done in range(10):
         progress.add(10)
         now += 0.5
@@ -433,8 +448,10 @@ def test_what_can_be_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_bar_is_below_that_of_a_training_loop(clock: Clock) -> None:
     """Draw below the bar of a training loop, print the last line above, and leave the bar whole all the time."""
-    progress, out = on_terminal(clock)
+    out = io.StringIO()
     with tqdm.tqdm(total=4, file=out, desc="training", ncols=60, mininterval=0) as bar:
+        progress = make_progress(clock, out)
+        progress.begin(1000, 1000 * MiB)
         for number in range(4):
             clock.now += 1
             progress.add(MiB)
@@ -452,9 +469,10 @@ def test_the_bar_is_below_that_of_a_training_loop(clock: Clock) -> None:
 
 def test_nothing_of_the_bar_is_left(clock: Clock) -> None:
     """End with an error, below the bar of a training loop: other output then begins in the first column."""
-    progress, out = on_terminal(clock)
+    out = io.StringIO()
     with tqdm.tqdm(total=4, file=out, desc="training", ncols=60):
-        progress.add(MiB)
+        progress = make_progress(clock, out)
+        progress.begin(7, 1000 * MiB)
         progress.close()
         out.write("an error")
         assert screen(out.getvalue())[0].startswith("an error:   0%|")
@@ -515,8 +533,7 @@ def test_a_function_is_told(caplog: pytest.LogCaptureFixture, capfd: pytest.Capt
 def test_a_function_is_called_once_a_second(fails: bool, clock: Clock) -> None:
     """Add bytes in ten seconds: the function is told of some, and at the end of all, but not after an error."""
     told: list[ProgressReport] = []
-    progress = Progress("saving", None, None, is_terminal=False, is_silent=True, clock=clock)
-    progress.call(told.append, "save")
+    progress = Progress(told.append, "save", is_coordinator=True, clock=clock)
     with contextlib.suppress(KeyError), progress:
         progress.begin(3, 950)
         for _ in range(950):
@@ -578,7 +595,7 @@ def test_other_ranks_show_nothing(clock: Clock, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     told: list[ProgressReport] = []
     for setting in (True, told.append):
-        with start_progress(setting, "restore", is_coordinator=False, out=io.StringIO()) as progress:
+        with Progress(setting, "restore", is_coordinator=False, out=io.StringIO()) as progress:
             progress.begin(3, 10)
             progress.add(5)
             progress.close()
@@ -604,7 +621,8 @@ def test_in_a_notebook(clock: Clock) -> None:
     stream = notebook_stream()
     assert can_redraw(stream)
     with tqdm.tqdm(total=4, file=io.StringIO()):
-        progress = Progress("saving step 7", 1000 * MiB, stream, is_terminal=can_redraw(stream), clock=clock)
+        progress = Progress(True, "save", is_coordinator=True, out=stream, clock=clock)
+        progress.begin(7, 1000 * MiB)
         for _ in range(3):
             clock.now += 1
             progress.add(100 * MiB)
@@ -617,7 +635,8 @@ def test_in_a_notebook(clock: Clock) -> None:
 def test_a_training_loop_in_a_notebook(clock: Clock) -> None:
     """Begin a bar of a training loop while a save is shown: no cursor moves for it, either."""
     stream = notebook_stream()
-    with Progress("saving", 1000 * MiB, stream, is_terminal=True, clock=clock) as progress:
+    with Progress(True, "save", is_coordinator=True, out=stream, clock=clock) as progress:
+        progress.begin(7, 1000 * MiB)
         progress.add(MiB)
         with tqdm.tqdm(total=4, file=stream, desc="training", leave=False, mininterval=0) as bar:
             bar.update()
