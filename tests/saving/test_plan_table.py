@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -125,8 +124,10 @@ def chunks_of(planned: Planned) -> dict[str, list[Box]]:
     """Return the chunks of each tensor, in the order of their hints."""
     tensors = planned.tensors
     return {
-        name: [Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk)) for chunk in range(*between)]
-        for name, between in zip(tensors.names, itertools.pairwise(tensors.chunk_first.tolist()), strict=True)
+        name: [
+            Box(tuple(a), tuple(b)) for a, b in zip(*(box.tolist() for box in tensors.boxes_of(number)), strict=True)
+        ]
+        for number, name in enumerate(tensors.names)
     }
 
 
