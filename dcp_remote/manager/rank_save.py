@@ -18,7 +18,7 @@ from dcp_remote.format.keys import origin
 from dcp_remote.format.segments import find_segments
 from dcp_remote.manager.coordinator import Again, Committed, Coordinator, Labelled
 from dcp_remote.manager.progress import Progress, ProgressSetting
-from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, SlowShard, combine
+from dcp_remote.manager.reports import RankFigures, SaveReport, Seconds, combine
 from dcp_remote.manager.save_planning import Agreed, RankPlanning, Replicas, Task
 from dcp_remote.manager.sharing_store import SharingStore
 from dcp_remote.run.background_deletions import BackgroundDeletions
@@ -234,13 +234,10 @@ class RankSaver:
         return Baseline.of_manifest(manifest)
 
     def _make_figures(self, task: Task, report: RankReport, before: Counts, uploading_seconds: float) -> RankFigures:
-        own = report.figures
         return RankFigures(
             rank=self._ranks.rank,
-            written_bytes=own.put_bytes,
-            deduplicated_bytes=own.reused_bytes,
+            uploads=report.figures,
             requests=self._store.counts.since(before).requests,
-            retries=own.retries,
             copied_bytes=task.copied_bytes,
             seconds=Seconds(
                 waiting=task.waiting_seconds,
@@ -249,9 +246,6 @@ class RankSaver:
                 uploading=time.monotonic() - uploading_seconds,
                 copying=task.late.waited_seconds if task.late is not None else 0.0,
             ),
-            slowest_shard=SlowShard(own.slowest_shard, own.slowest_seconds, self._ranks.rank)
-            if own.slowest_shard
-            else None,
         )
 
     def _commit(

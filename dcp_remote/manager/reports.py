@@ -7,9 +7,10 @@ seconds of a `SaveReport` add up to the time from the call until the commit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dcp_remote.common.text import format_count, human_bytes
+from dcp_remote.saving.rank_report import UploadStats
 
 # Names of each kind in a report.
 NAMES_LISTED_MAX = 1_000
@@ -69,12 +70,9 @@ class RankFigures:
     """One rank's part of a save, sent to the coordinator; the coordinator's own is made after the commit."""
 
     rank: int  # in the group that saved
-    written_bytes: int = 0  # of the shards that the rank uploaded
-    deduplicated_bytes: int = 0  # that were not uploaded, because shards of an earlier checkpoint hold them
+    uploads: UploadStats = field(default_factory=UploadStats)
     requests: int = 0  # to the store, repetitions included
-    retries: int = 0  # requests that were repetitions
     seconds: Seconds = Seconds()  # durations of the rank's phases
-    slowest_shard: SlowShard | None = None  # with the longest upload; None if the rank uploaded none
     copied_bytes: int = 0  # memory of the rank's copy of the state
 
     @property
@@ -236,13 +234,15 @@ def combine(figures: Sequence[RankFigures], *, step: int, save_id: str, total_by
     assert len({part.rank for part in figures}) == len(figures), "a rank sends its figures once"
     late = max(figures, key=lambda part: part.seconds.blocked)
     slow = max(figures, key=lambda part: part.own_seconds)
+    longest = max(figures, key=lambda part: (bool(part.uploads.slowest_shard), part.uploads.slowest_seconds))
+    shard = longest.uploads.slowest_shard
     return SaveReport(
         step=step,
         save_id=save_id,
         world_size=len(figures),
         total_bytes=total_bytes,
-        written_bytes=sum(part.written_bytes for part in figures),
-        deduplicated_bytes=sum(part.deduplicated_bytes for part in figures),
+        written_bytes=sum(part.uploads.put_bytes for part in figures),
+        deduplicated_bytes=sum(part.uploads.reused_bytes for part in figures),
         seconds=Seconds(
             waiting=late.seconds.waiting,
             staging=late.seconds.staging,
@@ -252,12 +252,8 @@ def combine(figures: Sequence[RankFigures], *, step: int, save_id: str, total_by
             copying=late.seconds.copying,
         ),
         requests=sum(part.requests for part in figures),
-        retries=sum(part.retries for part in figures),
+        retries=sum(part.uploads.retries for part in figures),
         copied_bytes=sum(part.copied_bytes for part in figures),
         slowest_rank=SlowRank(slow.rank, slow.own_seconds),
-        slowest_shard=max(
-            (part.slowest_shard for part in figures if part.slowest_shard is not None),
-            key=lambda shard: shard.seconds,
-            default=None,
-        ),
+        slowest_shard=SlowShard(shard, longest.uploads.slowest_seconds, longest.rank) if shard else None,
     )

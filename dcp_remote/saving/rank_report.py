@@ -55,7 +55,9 @@ class RankReport:
 
     rank: int
     url: str  # URL to which the shards' keys are relative; must equal the coordinator's
-    shards: Shards  # shards that the rank put, then those of earlier saves of which it reuses pieces
+    # Shards that the rank put, then those of earlier saves of which it reuses pieces: a live checkpoint must still name
+    # each of the latter when this save is committed.
+    shards: Shards
     put: int  # number of shards that the rank put. If the save fails, only these are orphans
     tensors: Tensors  # tensors and chunks that the rank wrote, in kinds with dtype and encoding alone
     chunk_hint: I64  # position of each chunk among the chunks of its tensor, according to the plan; -1 if unknown
@@ -73,11 +75,6 @@ class RankReport:
     def put_keys(self) -> tuple[str, ...]:
         """Keys of the shards that the rank put."""
         return self.shards.keys[: self.put]
-
-    @property
-    def reused_keys(self) -> tuple[str, ...]:
-        """Keys of the reused shards: a live checkpoint must still name each of them when this save is committed."""
-        return self.shards.keys[self.put :]
 
     def to_sent(self) -> SentReport:
         """Return the report as the coordinator receives it."""

@@ -65,7 +65,7 @@ def write_shards(
 
     `shard_bytes` is the size of the shards; None to choose it by the bytes of the plan, `shard_bytes_max` at most.
     `origin` is the prefix of the shards' names. `base` must be of the run that is saved into, and the commit must
-    require that a live checkpoint still names every shard of `RankReport.reused_keys`.
+    require that a live checkpoint still names every shard of the report that was not put.
     """
     inline_max = INLINE_TOTAL_BYTES_MAX // (count_processes() if uploads.rank else 1)
     inline, stored = _encode_objects(plan, planner, allow_pickle=allow_pickle, total_bytes_max=inline_max)

@@ -19,6 +19,7 @@ from dcp_remote.manager.reports import (
     SlowShard,
     combine,
 )
+from dcp_remote.saving.rank_report import UploadStats
 
 GiB = 1024 * MiB
 
@@ -26,10 +27,10 @@ SAVE_ID = "0123456789abcdef0123456789abcdef"
 
 # Rank 1 copies slowly, so that the others wait in planning; rank 2 uploads slowest; rank 0 commits.
 FIGURES = [
-    RankFigures(0, 10, 5, 4, 0, Seconds(0.5, 1.0, 3.0, 2.0, 0.25), SlowShard("shards/c", 1.5, 0)),
-    RankFigures(1, 20, 0, 3, 1, Seconds(0.5, 3.5, 0.5, 3.0), SlowShard("shards/b", 0.75, 1)),
-    RankFigures(2, 30, 7, 2, 2, Seconds(0.0, 1.0, 3.5, 5.0), SlowShard("shards/a", 4.0, 2)),
-    RankFigures(3, 0, 60, 0, 0, Seconds(0.25, 0.75, 3.5, 0.0), None),
+    RankFigures(0, UploadStats(10, 5, 0, "shards/c", 1.5), 4, Seconds(0.5, 1.0, 3.0, 2.0, 0.25)),
+    RankFigures(1, UploadStats(20, 0, 1, "shards/b", 0.75), 3, Seconds(0.5, 3.5, 0.5, 3.0)),
+    RankFigures(2, UploadStats(30, 7, 2, "shards/a", 4.0), 2, Seconds(0.0, 1.0, 3.5, 5.0)),
+    RankFigures(3, UploadStats(0, 60), 0, Seconds(0.25, 0.75, 3.5, 0.0)),
 ]
 
 
@@ -59,7 +60,7 @@ def test_combined() -> None:
 
 def test_nothing_was_put() -> None:
     """Name a slowest rank but no slowest shard if all bytes were in the bucket already."""
-    report = combine([RankFigures(0, deduplicated_bytes=5)], step=0, save_id=SAVE_ID, total_bytes=5)
+    report = combine([RankFigures(0, UploadStats(reused_bytes=5))], step=0, save_id=SAVE_ID, total_bytes=5)
     assert (report.slowest_shard, report.slowest_rank) == (None, SlowRank(0, 0.0))
     assert (report.attempts, report.background) == (1, True)
 

@@ -759,11 +759,11 @@ def test_what_another_rank_wrote_as_well() -> None:
     assert reads(of_first, state["w"])[1] == [True]
     assert reads(of_second, state["w"]) == ([], [False])
     second = run.save([state, state], "report", planner=Everything)
-    assert [report.reused_keys for report in second.reports] == [first.reports[0].put_keys, ()]
+    assert [report.shards.keys[report.put :] for report in second.reports] == [first.reports[0].put_keys, ()]
     assert second.manifest.shards.keys == first.manifest.shards.keys
     third = run.save([state, state], "manifest", planner=Everything)
     assert third.sent_bytes == 0
-    assert [report.reused_keys for report in third.reports] == [first.manifest.shards.keys] * 2
+    assert [report.shards.keys[report.put :] for report in third.reports] == [first.manifest.shards.keys] * 2
 
 
 def test_ranks_that_reuse_one_shard() -> None:
@@ -818,7 +818,7 @@ def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
     first = run.save([state]).reports[0]
     sizes = first.shards.sizes.tolist()
     assert first.put_keys == first.shards.keys
-    assert first.reused_keys == ()
+    assert first.put == len(first.shards.keys)
     assert first.figures == UploadStats(
         put_bytes=sum(sizes),
         slowest_shard=first.figures.slowest_shard,
@@ -828,7 +828,7 @@ def test_the_report_tells_what_was_put_and_what_was_reused() -> None:
     assert first.figures.slowest_seconds > 0
     state["o"]["y"].zero_()
     second = run.save([state]).reports[0]
-    assert second.reused_keys == first.put_keys[:1]
+    assert second.shards.keys[second.put :] == first.put_keys[:1]
     assert second.figures.reused_bytes == 8000
     assert len(second.put_keys) == 1
     assert run.store.count("put") == 3

@@ -30,10 +30,10 @@ from dcp_remote.common.digests import DIGEST_BYTES, table_entries
 from dcp_remote.common.gil import short_switch_interval
 from dcp_remote.format.manifest import Pieces, Shards, TensorKind, Tensors
 from dcp_remote.format.shard import ShardNames
-from dcp_remote.manager.reports import RankFigures, Seconds, SlowShard, combine
+from dcp_remote.manager.reports import RankFigures, Seconds, combine
 from dcp_remote.saving.manifest_assembly import Planned, assemble_manifest, find_orphaned_shards
 from dcp_remote.saving.plan_table import REPLICA, VALUE, PlanTable, arrange, pack_names
-from dcp_remote.saving.rank_report import RankReport, SentReport
+from dcp_remote.saving.rank_report import RankReport, SentReport, UploadStats
 
 URL = "s3://bucket/run"
 _TENSOR_PARALLEL = 8
@@ -232,7 +232,12 @@ def commit(layout: Layout, planned: Planned, save: int) -> Cost:
     cost, own = Cost(), layout.report(0, save)
     seconds = Seconds(staging=1.5, planning=0.5, uploading=9.5)
     figures = [
-        RankFigures(rank, requests=_SHARDS, seconds=seconds, slowest_shard=SlowShard(f"shards/{rank}", 1.5, rank))
+        RankFigures(
+            rank,
+            UploadStats(slowest_shard=f"shards/{rank}", slowest_seconds=1.5),
+            requests=_SHARDS,
+            seconds=seconds,
+        )
         for rank in range(layout.ranks)
     ]
     sent = [pickle.dumps((layout.report(rank, save), figures[rank])) for rank in range(1, layout.ranks)]
