@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import threading
 import time
 import uuid
@@ -19,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import zstandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -35,15 +33,15 @@ from dcp_remote.common.threads import begin_early
 from dcp_remote.common.units import MEMORY_BUDGET_BYTES
 from dcp_remote.coordination.group import default_world_size
 from dcp_remote.errors import CheckpointExistsError, DcpRemoteError, InvalidArgumentError
-from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.run import commit
 from dcp_remote.run.commit import Slot
 from dcp_remote.run.conditional_put import require_compare_and_swap
 from dcp_remote.saving.dcp_metadata import to_columns
 from dcp_remote.saving.manifest_assembly import assemble_manifest, require_unicode
-from dcp_remote.saving.packing import choose_shard_bytes, require_shard_bytes
+from dcp_remote.saving.packing import require_shard_bytes
 from dcp_remote.saving.plan_cache import describe_tensors
-from dcp_remote.saving.plan_table import require_held
+from dcp_remote.saving.plan_table import pack, require_held, unpack
 from dcp_remote.saving.rank_differences import Described, require_equal_tensors
 from dcp_remote.saving.rank_report import WrittenShard
 from dcp_remote.saving.shard_writer import require_no_imitations, write_shards
@@ -103,23 +101,12 @@ class _Save:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """Description of the tensors of a rank's plan, and the names of its objects, packed.
+    """Description of the tensors of a rank's plan, and the names of its objects.
 
     Sent beside the plan, because torch's planner drops items of several ranks but one before the writer sees the plans.
     """
 
     packed: bytes
-
-    @staticmethod
-    def of(plan: SavePlan) -> _Described:
-        objects = tuple(item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO)
-        return _Described(zstandard.ZstdCompressor().compress(pickle.dumps((describe_tensors(plan), objects))))
-
-    def unpack(self) -> tuple[Described, tuple[str, ...]]:
-        unpacked: tuple[Described, tuple[str, ...]] = pickle.loads(  # noqa: S301  # from a rank of this job
-            zstandard.ZstdDecompressor().decompress(self.packed)
-        )
-        return unpacked
 
 
 class _ThreadState(ThreadLocation):
@@ -165,9 +152,6 @@ class RemoteWriter(Located, StorageWriter):
     """
 
     _thread: _ThreadState
-
-    # Tests set this in a subclass, so that small tensors are cut.
-    _shard_bytes_max = SHARD_BYTES_MAX
 
     def __init__(
         self,
@@ -275,7 +259,10 @@ class RemoteWriter(Located, StorageWriter):
         """
         require_unicode(plan)
         # A plan without items may be torch's sign that this rank plans what it planned in the last save.
-        return replace(plan, storage_data=_Described.of(plan)) if plan.items and plan.storage_data is None else plan
+        if not plan.items or plan.storage_data is not None:
+            return plan
+        objects = tuple(item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO)
+        return replace(plan, storage_data=_Described(pack((describe_tensors(plan), objects))))
 
     @replace_unpicklable_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -292,7 +279,9 @@ class RemoteWriter(Located, StorageWriter):
         """
         described = [plan.storage_data if isinstance(plan.storage_data, _Described) else None for plan in plans]
         # Nearly always all ranks send the same bytes, which are unpacked once.
-        unpacked = {packed: packed.unpack() for packed in dict.fromkeys(described) if packed is not None}
+        unpacked: dict[_Described, tuple[Described, tuple[str, ...]]] = {
+            packed: unpack(packed.packed) for packed in dict.fromkeys(described) if packed is not None
+        }
         require_equal_tensors(
             [unpacked[packed][0] if packed is not None else None for packed in described],
             lambda: (item.index.fqn for plan in plans for item in plan.items),
@@ -335,7 +324,6 @@ class RemoteWriter(Located, StorageWriter):
                 planner,
                 uploads,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=choose_shard_bytes(self._memory_budget_bytes, self._shard_bytes_max),
                 shard_bytes=self._shard_bytes,
             )
         written = sum(report.shards.sizes.tolist())

@@ -25,7 +25,6 @@ from dcp_remote.run.background_deletions import BackgroundDeletions
 from dcp_remote.run.info import catalog_of
 from dcp_remote.run.lookup import join_segments, read_manifest_at
 from dcp_remote.saving.dedup import Baseline
-from dcp_remote.saving.packing import choose_shard_bytes
 from dcp_remote.saving.plan_cache import chunk_bytes, planned_boxes
 from dcp_remote.saving.rank_report import RankReport, SentReport, WrittenShard
 from dcp_remote.saving.shard_writer import write_shards
@@ -75,7 +74,7 @@ class RankSaver:
             BackgroundDeletions(store.uncounted) if coordinator is None else coordinator.background_deletions
         )
         self._memory_budget_bytes = memory_budget_bytes
-        self._shard_bytes, self._shard_bytes_max = shard_bytes, shard_bytes or choose_shard_bytes(memory_budget_bytes)
+        self._shard_bytes = shard_bytes
         self._allow_pickle = allow_pickle
         self._progress = progress
         self.planning = RankPlanning(ranks, coordinator, replicas=replicas)
@@ -199,7 +198,6 @@ class RankSaver:
                 uploads,
                 origin=origin(revision=entry.began_revision, step=entry.step),
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=self._shard_bytes_max,
                 shard_bytes=self._shard_bytes,
                 base=baseline,
             )

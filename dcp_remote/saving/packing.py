@@ -43,9 +43,9 @@ def require_shard_bytes(shard_bytes: object, memory_budget_bytes: int) -> None:
         )
 
 
-def choose_shard_bytes(memory_budget_bytes: int, limit: int = SHARD_BYTES_MAX) -> int:
+def choose_shard_bytes(memory_budget_bytes: int) -> int:
     """Return the largest number of bytes of data in a shard, given a memory budget."""
-    return min(limit, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
+    return min(SHARD_BYTES_MAX, max(memory_budget_bytes, _BUDGET_BYTES_MIN))
 
 
 def limit_pinned(memory_budget_bytes: int, in_flight: int) -> int:

@@ -76,7 +76,7 @@ class PlanTable:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle compressed columns; those that most ranks have alike are unpacked once for all of them."""
         form = self.packed_names, self.is_object, self.role, self.kind, self.dimensions, self.shapes, self.kinds
-        return _unpack, (_pack(form), _pack(self.sizes), _pack(self.offsets), self.value_digests, self.own)
+        return _to_table, (pack(form), pack(self.sizes), pack(self.offsets), self.value_digests, self.own)
 
     def take(self, items: I64) -> PlanTable:
         """Return the table of these items, among which are all values."""
@@ -96,9 +96,11 @@ class PlanTable:
         )
 
 
-def _unpack(form: bytes, sizes: bytes, offsets: bytes, *own: Any) -> PlanTable:
-    names, is_object, role, kind, dimensions, shapes, kinds = _load_shared(form)
-    return PlanTable(names, is_object, role, kind, dimensions, shapes, _load(offsets), _load_shared(sizes), kinds, *own)
+def _to_table(form: bytes, sizes: bytes, offsets: bytes, *own: Any) -> PlanTable:
+    names, is_object, role, kind, dimensions, shapes, kinds = _unpack_shared(form)
+    return PlanTable(
+        names, is_object, role, kind, dimensions, shapes, unpack(offsets), _unpack_shared(sizes), kinds, *own
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +136,20 @@ class Arrangement:
 
 def pack_names(names: Sequence[str], flatten: Flatten) -> bytes:
     """Pack names and flatten mapping. Equal on most ranks, so that the coordinator unpacks only a few."""
-    return _pack((names, flatten))
+    return pack((names, flatten))
 
 
-def _pack(value: object) -> bytes:
+def pack(value: object) -> bytes:
+    """Return a value that is sent to the coordinator, compressed."""
     return zstandard.ZstdCompressor().compress(pickle.dumps(value))
 
 
-def _load(packed: bytes) -> Any:
+def unpack(packed: bytes) -> Any:
+    """Return what `pack` was given by a rank of this job."""
     return pickle.loads(zstandard.ZstdDecompressor().decompress(packed))  # noqa: S301  # from a rank of this job
 
 
-_load_shared = functools.lru_cache(maxsize=64)(_load)
+_unpack_shared = functools.lru_cache(maxsize=64)(unpack)
 
 
 def arrange(
@@ -233,7 +237,7 @@ class _Names:
         others: dict[str, tuple[str | int, ...]] = {}
         seen: dict[bytes, I64] = {}
         for packed in dict.fromkeys(table.packed_names for table in tables):
-            names, flatten = _load(packed)
+            names, flatten = unpack(packed)
             seen[packed] = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
             own = frozenset(names)
             for name, path in flatten.items():

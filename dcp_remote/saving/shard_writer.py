@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TypeGuard
@@ -21,11 +21,11 @@ from dcp_remote.common.overrides import inherits_methods
 from dcp_remote.common.units import KiB, MiB
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.format.manifest import JSON, Pieces, Shards, StoredObject, TensorKind, Tensors
-from dcp_remote.format.shard import SHARD_BYTES_MAX, ShardNames
+from dcp_remote.format.shard import ShardNames
 from dcp_remote.saving.dcp_metadata import concat_integers
 from dcp_remote.saving.dedup import Baseline, Reuse, group_sums
 from dcp_remote.saving.device_copy import uses_pinned_memory
-from dcp_remote.saving.packing import limit_pinned, pack, spread
+from dcp_remote.saving.packing import choose_shard_bytes, limit_pinned, pack, spread
 from dcp_remote.saving.plan_cache import chunk_bytes
 from dcp_remote.saving.rank_report import RankReport, UploadStats, WrittenShard
 from dcp_remote.saving.shard_content import count_copied_bytes, prepare_shard
@@ -51,7 +51,6 @@ def write_shards(
     *,
     allow_pickle: bool,
     origin: str = "",
-    shard_bytes_max: int = SHARD_BYTES_MAX,
     shard_bytes: int | None = None,
     base: Baseline | None = None,
 ) -> RankReport:
@@ -63,7 +62,7 @@ def write_shards(
     the changed pieces are sent. A tensor of which nothing is reused is cut anew; in other tensors the changed pieces
     keep their bounds, if they fit into a shard. A reused piece is read once, for the comparison.
 
-    `shard_bytes` is the size of the shards; None to choose it by the bytes of the plan, `shard_bytes_max` at most.
+    `shard_bytes` is the size of the shards; None to choose it by the bytes of the plan and the memory budget.
     `origin` is the prefix of the shards' names. `base` must be of the run that is saved into, and the commit must
     require that a live checkpoint still names every shard of the report that was not put.
     """
@@ -81,6 +80,7 @@ def write_shards(
         # Of all bytes in the plan, not those that changed: pieces keep their bounds from save to save.
         tensor_bytes = sum(map(chunk_bytes, plan.items))
         object_bytes = sum(encoded.length_bytes for encoded in stored.values())
+        shard_bytes_max = choose_shard_bytes(uploads.budget_bytes)
         if _device_bytes(values) > uploads.budget_bytes:
             shard_bytes_max = min(shard_bytes_max, limit_pinned(uploads.budget_bytes, uploads.in_flight))
         shard_bytes = spread(tensor_bytes + object_bytes, uploads.in_flight, shard_bytes_max)
@@ -94,8 +94,7 @@ def write_shards(
             claimed_bytes=claimed_bytes,
             second_key=other_names.key(number),
         )
-    report = _make_report(drawn, reuse, uploads, inline)
-    return replace(report, meshes=_describe_meshes(values)) if report.rank == 0 else report
+    return _make_report(drawn, reuse, uploads, inline, _describe_meshes(values) if uploads.rank == 0 else ())
 
 
 def _device_bytes(values: Iterable[object]) -> int:
@@ -179,20 +178,19 @@ def _resolves_to_state(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     return inherits_methods(planner, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    """Pieces that were sent or are reused, in the order of the entries; and their shards, first those that were put."""
+def _make_report(
+    drawn: Sequence[DrawnEntry],
+    reuse: Reuse,
+    uploads: Uploads[WrittenShard],
+    inline: dict[str, bytes],
+    meshes: tuple[str, ...],
+) -> RankReport:
+    """Wait for the uploads, and describe all entries, those that were sent and those that are reused.
 
-    pieces: Pieces
-    first_blocks: bytes  # digest of the first block of each piece
-    entry_first: I64  # index of the first piece of each entry
-    entry_pieces: I64  # number of pieces of each entry
-    shards: Shards
-    live_bytes: I64  # bytes of each shard in pieces that have not changed
-
-
-def _merge_pieces(drawn: Sequence[DrawnEntry], reuse: Reuse, written: Sequence[WrittenShard]) -> _Merged:
-    """Merge the shards that were put, in the order in which they were packed, with the reused pieces."""
+    Pieces are in the order of the entries, and shards that were put in the order in which they were packed.
+    """
+    written = uploads.finish()
+    put = len(written)
     sources = [source for entry in drawn for source in entry.sources]
     is_sent = np.array([source is None for source in sources], dtype=bool)
     reused = [source for source in sources if source is not None]
@@ -203,39 +201,55 @@ def _merge_pieces(drawn: Sequence[DrawnEntry], reuse: Reuse, written: Sequence[W
     source_pieces[is_sent] = np.bincount(item, minlength=np.count_nonzero(is_sent))
     owner = np.repeat(np.arange(len(drawn)), np.array([len(entry.sources) for entry in drawn], dtype=np.int64))
     entry_pieces = group_sums(owner, source_pieces, len(drawn))
+    entry_first = group_offsets(entry_pieces)
     # The index of each piece, where all sent pieces come before all reused pieces.
     is_piece_sent = np.repeat(is_sent, source_pieces)
     order = np.empty(len(is_piece_sent), dtype=np.int64)
     order[is_piece_sent], order[~is_piece_sent] = np.arange(len(item)), len(item) + np.arange(len(reused))
-    pieces = [replace(one.pieces, shard=one.pieces.shard + number) for number, one in enumerate(written)]
+    sent_pieces = [replace(one.pieces, shard=one.pieces.shard + number) for number, one in enumerate(written)]
+    pieces = Pieces.concat([*sent_pieces, replace(reused_pieces, shard=put + old_shard)]).take(order)
     first_blocks = b"".join([*(one.first_blocks for one in written), *(source.first_block or b"" for source in reused)])
     put_shards = Shards.concat([one.shards for one in written])
-    return _Merged(
-        pieces=Pieces.concat([*pieces, replace(reused_pieces, shard=len(written) + old_shard)]).take(order),
-        first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
-        entry_first=group_offsets(entry_pieces),
-        entry_pieces=entry_pieces,
+    tensors, chunks = _describe_chunks(drawn, entry_pieces)
+    indices = [drawn[number].write_item.index.index for number in chunks]
+    slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
+    return RankReport(
+        rank=uploads.rank,
+        url=uploads.url,
         shards=Shards.concat([put_shards, reuse.shards.take(old_shards)]),
+        put=put,
+        tensors=tensors,
+        chunk_hint=np.array([-1 if index is None else index for index in indices], dtype=np.int64),
+        chunk_piece_first=entry_first[chunks],
+        pieces=pieces,
+        inline=inline,
+        stored=tuple(
+            StoredObject(entry.write_item.index.fqn, entry.encoding, first, count)
+            for entry, first, count in zip(drawn, entry_first.tolist(), entry_pieces.tolist(), strict=False)
+            if entry.write_item.tensor_data is None
+        ),
+        first_blocks=np.frombuffer(first_blocks, np.uint8).reshape(-1, DIGEST_BYTES)[order].tobytes(),
         live_bytes=np.concatenate([put_shards.sizes - put_shards.data_starts, reuse.live_bytes[old_shards]]),
+        meshes=meshes,
+        figures=UploadStats(
+            put_bytes=int(put_shards.sizes.sum()),
+            reused_bytes=int(reused_pieces.length.sum()),
+            retries=uploads.retries,
+            slowest_shard=slowest,
+            slowest_seconds=uploads.seconds.get(slowest, 0.0),
+        ),
     )
 
 
-def _make_report(
-    drawn: Sequence[DrawnEntry], reuse: Reuse, uploads: Uploads[WrittenShard], inline: dict[str, bytes]
-) -> RankReport:
-    """Wait for the uploads, and describe all entries, those that were sent and those that are reused."""
-    written = uploads.finish()
-    put, merged = len(written), _merge_pieces(drawn, reuse, written)
+def _describe_chunks(drawn: Sequence[DrawnEntry], entry_pieces: I64) -> tuple[Tensors, list[int]]:
+    """Return the tensors and chunks among some entries, and the index of the entry of each chunk."""
     kinds: dict[TensorKind, int] = {}
     kind, dimensions = list[int](), list[int]()  # of each tensor
     # Indices of the entries that are chunks, by tensor: a plan may list the chunks of a tensor apart from each other.
     chunks: dict[str, list[int]] = {}
-    stored: list[StoredObject] = []
     for number, entry in enumerate(drawn):
         name, data = entry.write_item.index.fqn, entry.write_item.tensor_data
         if data is None:
-            first, count = int(merged.entry_first[number]), int(merged.entry_pieces[number])
-            stored.append(StoredObject(name, entry.encoding, first, count))
             continue
         if name not in chunks:
             of_tensor = TensorKind(dtype_name(data.properties.dtype), entry.encoding)
@@ -243,38 +257,17 @@ def _make_report(
             dimensions.append(len(data.chunk.offsets))
         chunks.setdefault(name, []).append(number)
     entries = [*chain.from_iterable(chunks.values())]
-    items = [drawn[number].write_item for number in entries]
-    boxes = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
-    hints = [-1 if item.index.index is None else item.index.index for item in items]
-    slowest = max(uploads.seconds, key=lambda key: uploads.seconds[key], default="")
-    return RankReport(
-        rank=uploads.rank,
-        url=uploads.url,
-        shards=merged.shards,
-        put=put,
-        tensors=Tensors(
-            names=tuple(chunks),
-            kinds=tuple(kinds),
-            kind=np.array(kind, dtype=np.int64),
-            dimensions=np.array(dimensions, dtype=np.int64),
-            shape=np.zeros(0, dtype=np.int64),  # not needed
-            chunks=np.array([len(own) for own in chunks.values()], dtype=np.int64),
-            chunk_offsets=concat_integers(box.offsets for box in boxes),
-            chunk_sizes=concat_integers(box.sizes for box in boxes),
-            chunk_pieces=merged.entry_pieces[entries],
-        ),
-        chunk_hint=np.array(hints, dtype=np.int64),
-        chunk_piece_first=merged.entry_first[entries],
-        pieces=merged.pieces,
-        inline=inline,
-        stored=tuple(stored),
-        figures=UploadStats(
-            put_bytes=int(merged.shards.sizes[:put].sum()),
-            reused_bytes=int(merged.pieces.length[merged.pieces.shard >= put].sum()),
-            retries=uploads.retries,
-            slowest_shard=slowest,
-            slowest_seconds=uploads.seconds.get(slowest, 0.0),
-        ),
-        first_blocks=merged.first_blocks,
-        live_bytes=merged.live_bytes,
+    planned = [drawn[number].write_item.tensor_data for number in entries]
+    boxes = [data.chunk for data in planned if data is not None]
+    tensors = Tensors(
+        names=tuple(chunks),
+        kinds=tuple(kinds),
+        kind=np.array(kind, dtype=np.int64),
+        dimensions=np.array(dimensions, dtype=np.int64),
+        shape=np.zeros(0, dtype=np.int64),  # not needed
+        chunks=np.array([len(own) for own in chunks.values()], dtype=np.int64),
+        chunk_offsets=concat_integers(box.offsets for box in boxes),
+        chunk_sizes=concat_integers(box.sizes for box in boxes),
+        chunk_pieces=entry_pieces[entries],
     )
+    return tensors, entries

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from dcp_remote import RemoteReader, RemoteWriter, load
+from dcp_remote.format.shard import SHARD_BYTES_MAX
 from dcp_remote.storage import MemoryStore
 from dcp_remote.testing import RecordingStore
 from tests.support.properties import examples
@@ -33,11 +34,9 @@ from tests.support.strategies import (
 
 def writer(store: MemoryStore | RecordingStore, shard_bytes_max: int) -> RemoteWriter:
     """Return a writer of small shards."""
-
-    class SmallShards(RemoteWriter):
-        _shard_bytes_max = shard_bytes_max
-
-    return SmallShards(store)
+    made = RemoteWriter(store)
+    made._shard_bytes = shard_bytes_max if shard_bytes_max < SHARD_BYTES_MAX else None
+    return made
 
 
 def saved_states(case: Case) -> list[State]:

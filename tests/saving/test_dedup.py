@@ -194,7 +194,7 @@ class Writing(StorageWriter):
                 planner,
                 uploads,
                 allow_pickle=self._allow_pickle,
-                shard_bytes_max=self._shard_bytes_max,
+                shard_bytes=self._shard_bytes_max if self._shard_bytes_max < SHARD_BYTES_MAX else None,
                 base=self._base,
             )
         future: Future[list[WriteResult]] = Future()

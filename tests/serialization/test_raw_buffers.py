@@ -219,13 +219,15 @@ def test_an_array_that_is_changed_while_it_is_sent_fails_the_save() -> None:
 def test_large_objects_are_cut_at_shards() -> None:
     """Save one buffer that fills several shards, and short neighbors in one piece."""
 
-    class Small(RemoteWriter):
-        _shard_bytes_max = 100_000
+    def make_writer() -> RemoteWriter:
+        writer = RemoteWriter(store)
+        writer._shard_bytes = 100_000
+        return writer
 
     store = MemoryStore()
     short = [np.full(3000, n, dtype=np.uint8) for n in range(50)]
     value = {"a": np.arange(50_000), "b": short, "c": torch.arange(33_333)}
-    save_as_ranks([{"x": (value,)}], lambda: Small(store))
+    save_as_ranks([{"x": (value,)}], make_writer)
     assert same(load(store)["x"], (value,))
     template: dict[str, Any] = {"x": None}
     load_as_ranks([template], lambda: RemoteReader(store))
