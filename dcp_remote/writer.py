@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +91,6 @@ class _Save:
     store: ObjectStore
     save_id: str
     rank: int
-    began_seconds: float
     deadline: Deadline
     slot: Slot | None  # None except on the coordinator
     probes: ThreadPoolExecutor  # deletes what probes have left; the process does not exit before the end of that
@@ -244,7 +242,6 @@ class RemoteWriter(Located, StorageWriter):
             store=self._store,
             save_id=save_id,
             rank=int(kwargs.get("rank") or 0),
-            began_seconds=time.monotonic(),
             deadline=deadline,
             slot=slot,
             probes=probes,
@@ -383,7 +380,7 @@ class RemoteWriter(Located, StorageWriter):
             manifest.total_bytes,
             len(manifest.shards.keys),
             manifest.world_size,
-            time.monotonic() - save.began_seconds,
+            save.deadline.elapsed_seconds(),
         )
 
     def _take_slot(self, deadline: Deadline, clean_up: Callable[[Callable[[], None]], None]) -> Slot:
