@@ -182,7 +182,7 @@ class BackgroundSave:
         try:
             with self.collective:
                 if not self._task.is_awaited:
-                    self._task.finish_copies()
+                    self._task.late.finish()
                 return self._saver.save(self.collective, self._task)
         except DcpRemoteError as error:
             if not self.collective.is_commit_unknown:
@@ -195,8 +195,7 @@ class BackgroundSave:
         try:
             self._save()
         finally:  # also after an error in a handler of the log: the operation was left, so no deadline ends a wait
-            if self._task.late is not None:
-                self._task.late.cancel()
+            self._task.late.cancel()
             # Frees the copy of the state, because the next save makes another.
             del self._task
             self._settle()

@@ -46,6 +46,7 @@ from dcp_remote.run.job import CheckpointLabels, JobSession, require_step, requi
 from dcp_remote.run.lookup import as_step
 from dcp_remote.run.retention import ChooseToDelete, Retention, require_retention
 from dcp_remote.saving.device_copy import wait_for_devices
+from dcp_remote.saving.late_copies import LateCopies
 from dcp_remote.saving.packing import require_shard_bytes
 from dcp_remote.saving.plan_cache import RunPlanner
 from dcp_remote.saving.staging import Stager, tensors_of
@@ -421,7 +422,7 @@ class CheckpointManager:
                 background=wait is not True,
                 begun=background_save.begun,
                 roles=roles,
-                late=None if wait is True else self._stager.late,
+                late=LateCopies() if wait is True else self._stager.late,
                 is_awaited=wait == "begun",
                 copied_bytes=0 if wait is True else self._stager.copied_bytes,
             )

@@ -201,8 +201,7 @@ class RankSaver:
                 shard_bytes=self._shard_bytes,
                 base=baseline,
             )
-            if task.late is not None:
-                task.late.require_unchanged()
+            task.late.require_unchanged()
         progress.add(report.figures.reused_bytes)
         return report
 
@@ -242,7 +241,7 @@ class RankSaver:
                 staging=task.staging_seconds,
                 planning=uploading_seconds - task.staged_seconds,
                 uploading=time.monotonic() - uploading_seconds,
-                copying=task.late.waited_seconds if task.late is not None else 0.0,
+                copying=task.late.waited_seconds,
             ),
         )
 

@@ -72,7 +72,7 @@ class Task:
     background: bool  # True if training goes on meanwhile
     begun: OneTimeEvent  # to be set once all ranks have come with their states, and the run takes the step
     roles: TensorRoles = field(default_factory=TensorRoles)
-    late: LateCopies | None = None  # copies of the state that are under way
+    late: LateCopies = field(default_factory=LateCopies)  # copies of the state that are under way
     is_awaited: bool = False  # True if the caller waits for `begun`: the copies are then made afterwards
     copied_bytes: int = 0  # memory of the copy of the state
     # Ticket and figures of the attempt that waits for the answer to its commit; empty at other times. Kept here
@@ -83,15 +83,6 @@ class Task:
     def staged_seconds(self) -> float:
         """Time at which the state was copied."""
         return self.called_seconds + self.waiting_seconds + self.staging_seconds
-
-    def finish_copies(self) -> None:
-        """Return when the state is copied; a second call costs nothing.
-
-        Raises:
-            SaveFailedError: A tensor was changed meanwhile.
-        """
-        if self.late is not None:
-            self.late.finish()
 
 
 class Agreed(NamedTuple):
@@ -176,7 +167,7 @@ class RankPlanning:
         task.begun.set()
         if isinstance(begun, Labelled):
             return begun
-        task.finish_copies()
+        task.late.finish()  # of copies that were finished before, this costs nothing
         ticket = begun.ticket
         self.owner = Owner(ticket.run_id, ticket.entry.token)
         if not begun.is_known:

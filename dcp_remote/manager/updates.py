@@ -65,8 +65,8 @@ class Updates:
         if (late := self._copies_under_way()) is not None:
             late.protect()
 
-    def choose(self, state: FlatState, held: Iterable[Held], roles: TensorRoles) -> LateCopies | None:
-        """Return the object that copies what of a state may be copied late; None if nothing may be.
+    def choose(self, state: FlatState, held: Iterable[Held], roles: TensorRoles) -> LateCopies:
+        """Return the object that copies what of a state may be copied late.
 
         `held` are the tensors of the state. The object also looks at tensors of the optimizers, since the state may
         hold views with counters of their own, as of parameters of FSDP1.
@@ -80,7 +80,7 @@ class Updates:
             for tensor in tensors:
                 owned.setdefault(_storage_id(tensor), []).append(tensor)
         if not owned and not self._is_called:
-            return None
+            return LateCopies()
         late: dict[int, list[tuple[str, torch.Tensor]]] = {}
         early: set[int] = set()
         for name, tensor, storage in held:

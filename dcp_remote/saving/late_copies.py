@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -84,8 +85,8 @@ class LateCopies:
     way of `.data`. So some bytes of each storage are compared as well: an optimizer changes nearly all elements.
     """
 
-    def __init__(self, tensors: Mapping[int, Sequence[tuple[str, torch.Tensor]]]) -> None:
-        """Store the tensors whose storages, by `id`, may be copied late, with their names.
+    def __init__(self, tensors: Mapping[int, Sequence[tuple[str, torch.Tensor]]] = MappingProxyType({})) -> None:
+        """Store the tensors whose storages, by `id`, may be copied late, with their names; by default none.
 
         Inference tensors have no versions; their storages are not copied late. The tensors are alive until `begin`.
         """

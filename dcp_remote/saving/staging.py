@@ -49,13 +49,13 @@ class Stager:
     def __init__(self) -> None:
         """Start without buffers; nothing is allocated."""
         self._buffers = Buffers()
-        self.late: LateCopies | None = None  # of the last state
+        self.late = LateCopies()  # of the last state
         self.copied_bytes = 0  # size of the buffers for the last state
 
     @torch.inference_mode(mode=False)  # what is made in that mode cannot be written to outside of it
     @torch.no_grad()
     def stage(
-        self, state: dict[str, Any], choose_late: Callable[[list[Held]], LateCopies | None] | None = None
+        self, state: dict[str, Any], choose_late: Callable[[list[Held]], LateCopies] = lambda _: LateCopies()
     ) -> dict[str, Any]:
         """Return a complete copy of a state on the CPU, objects included. The copy is valid until the next call.
 
@@ -73,7 +73,7 @@ class Stager:
             for tensor in tensors_of(value)
             if (storage := storage_of(tensor)) is not None
         ]
-        self.late = choose_late(held) if choose_late is not None else None
+        self.late = choose_late(held)
         copies = self._copy_storages(list({id(each.storage): each.storage for each in held}.values()))
         copier = _StateCopier(copies, {id(each.tensor): each.storage for each in held}, self.late)
         copied: dict[str, Any] = {}
@@ -86,9 +86,8 @@ class Stager:
 
     def cancel(self) -> None:
         """Begin no copy of the last state any more, and wait for those under way."""
-        if self.late is not None:
-            self.late.cancel()
-        self.late = None
+        self.late.cancel()
+        self.late = LateCopies()
 
     def close(self) -> None:
         """Free the buffers."""
@@ -97,7 +96,6 @@ class Stager:
 
     def _copy_storages(self, storages: list[torch.UntypedStorage]) -> dict[int, torch.UntypedStorage]:
         """Return the copies of storages, some of which are only begun, by the `id` of the original."""
-        late = self.late
         new_bytes = self._buffers.fit(storages)
         available_bytes = available_memory_bytes() if new_bytes else None
         self.copied_bytes = sum(storage.nbytes() for storage in storages)
@@ -109,15 +107,14 @@ class Stager:
                 human_bytes(available_bytes),
             )
         copies = [Copy(storage, _bytes_of(storage), self._buffers.of(storage)) for storage in storages]
-        now = [each for each in copies if late is None or not late.takes(each.storage)]
+        now = [each for each in copies if not self.late.takes(each.storage)]
         try:
             for each in now:
                 _copy(each)
         finally:
             # Also after an error: the buffers must not be used again while a device writes to them.
             wait_for_devices(each.storage.device for each in now)
-        if late is not None:
-            late.begin([each for each in copies if late.takes(each.storage)])
+        self.late.begin([each for each in copies if self.late.takes(each.storage)])
         return {id(each.storage): each.into.untyped_storage() for each in copies}
 
 
@@ -166,7 +163,7 @@ class _StateCopier:
         self,
         copies: dict[int, torch.UntypedStorage],
         storages: dict[int, torch.UntypedStorage],
-        late: LateCopies | None,
+        late: LateCopies,
     ) -> None:
         """Start with copies of storages, by the `id` of the original, and the storages of tensors by theirs."""
         self._copies, self._storages, self._late = copies, storages, late
@@ -184,7 +181,7 @@ class _StateCopier:
             self._memo[id(value)] = copied
             self._alive.append(value)
         if inside and isinstance(value, torch.Tensor) and is_plain(value):
-            if self._late is not None and (storage := storage_of(value)) is not None:
+            if (storage := storage_of(value)) is not None:
                 self._late.complete(storage)  # the object may compute from the tensor while it is copied
             self._copy_attributes(copied, value, path)
         return copied

@@ -351,7 +351,6 @@ def test_other_values_that_are_put_in_for_a_while_are_noticed(held_back: HeldBac
         trained_values = weight.detach().clone()
         weight.data.zero_()
         late = checkpoints._stager.late
-        assert late is not None
         for key in list(late._waiting):
             late._make(key)
         weight.data.copy_(trained_values)
@@ -457,7 +456,6 @@ def test_a_forked_process_does_not_wait(held_back: HeldBack) -> None:
         checkpoints.watch(optimizer)
         checkpoints.save(1, {"model": model, "optim": optimizer})
         late = checkpoints._stager.late
-        assert late is not None
         with late._lock:
             child = os.fork()
             if child == 0:

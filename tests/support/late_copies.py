@@ -12,12 +12,12 @@ _DELAY_SECONDS = 0.2
 
 
 def count_late_copies() -> list[int]:
-    """Let tensors of any size be copied late, and late enough; return a list that gets the number in each save."""
+    """Let tensors of any size be copied late, and late enough; return a list that gets the number in each such save."""
     counts: list[int] = []
     begin, finish = LateCopies.begin, LateCopies.finish
 
     def counted(late: LateCopies, copies: list[Copy]) -> None:
-        counts.append(len(copies))
+        counts.extend([len(copies)] * bool(copies))
         begin(late, copies)
 
     def delayed(late: LateCopies) -> None:
