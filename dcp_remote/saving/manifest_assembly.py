@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from types import MappingProxyType
 
@@ -60,14 +60,28 @@ class Structure:
 
 @dataclass(frozen=True)
 class PlannedTensors(Tensors):
-    """Tensors of a plan, of which those that are cut alike share the offsets and sizes of their chunks.
+    """Tensors of a plan, of which those that are cut alike share the offsets and sizes of their chunks."""
 
-    `boxes_of` has them. `box_first`, `offsets_of` and `sizes_of` are not of use, as a chunk has no index of its own.
-    """
+    layout_first: I64  # index in `chunk_offsets` and `chunk_sizes` of the first value of each tensor
 
-    # Index in `chunk_offsets` and `chunk_sizes` of the first value of each tensor. Without `field()`, the property of
-    # `Tensors` would be its default.
-    value_first: I64 = field()
+    @cached_property
+    def value_first(self) -> I64:
+        """Index of the first value of each tensor."""
+        return self.layout_first
+
+    def offsets_of(self, chunk: int) -> tuple[int, ...]:
+        """Return the offsets of a chunk in its tensor."""
+        return tuple(self.chunk_offsets[self._values_of(chunk)].tolist())
+
+    def sizes_of(self, chunk: int) -> tuple[int, ...]:
+        """Return the sizes of a chunk."""
+        return tuple(self.chunk_sizes[self._values_of(chunk)].tolist())
+
+    def _values_of(self, chunk: int) -> slice:
+        tensor = int(self.chunk_first.searchsorted(chunk, side="right")) - 1
+        dimensions = int(self.dimensions[tensor])
+        first = int(self.layout_first[tensor]) + (chunk - int(self.chunk_first[tensor])) * dimensions
+        return slice(first, first + dimensions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +306,20 @@ def _describe(planned: Tensors, tensor: I64, chunks: I64, counts: I64, pieces: P
 def _add_unwritten(planned: Tensors, part: Segment, is_written: NDArray[np.bool_], *, ranks: int) -> Segment:
     """Return the last chunks with those that no rank wrote, which may have no elements."""
     unwritten = np.flatnonzero(~is_written)
+    tensor = np.searchsorted(planned.chunk_first, unwritten, side="right") - 1
+    for chunk, number in zip(unwritten.tolist(), tensor.tolist(), strict=True):
+        if all(planned.sizes_of(chunk)):
+            raise SaveFailedError(
+                "No rank wrote a chunk of a tensor; nothing was committed.",
+                tensor=planned.names[number],
+                offsets=planned.offsets_of(chunk),
+                sizes=planned.sizes_of(chunk),
+                ranks=ranks,
+            )
     if not len(unwritten):
         return part
-    tensor = np.searchsorted(planned.chunk_first, unwritten, side="right") - 1
-    added = _describe(planned, tensor, unwritten, np.zeros_like(unwritten), Pieces.concat([]))
-    has_elements = np.ones(len(unwritten), dtype=np.bool_)
-    has_elements[np.searchsorted(np.cumsum(added.dimensions), np.flatnonzero(added.sizes == 0), side="right")] = False
-    if has_elements.any():
-        missing = added.take(np.flatnonzero(has_elements)[:1])
-        raise SaveFailedError(
-            "No rank wrote a chunk of a tensor; nothing was committed.",
-            tensor=planned.names[int(missing.tensor[0])],
-            offsets=tuple(missing.offsets.tolist()),
-            sizes=tuple(missing.sizes.tolist()),
-            ranks=ranks,
-        )
-    joined = Segment.concat([part, added])
+    none = Pieces.concat([])
+    joined = Segment.concat([part, _describe(planned, tensor, unwritten, np.zeros_like(unwritten), none)])
     return joined.take(np.lexsort((joined.number, joined.tensor)))
 
 
@@ -364,8 +376,8 @@ def _locate(planned: Tensors, tensor: I64, reports: Sequence[SentReport], number
     for chunk in np.flatnonzero(~is_hinted).tolist():
         number = int(tensor[chunk])
         if number not in by_offsets:
-            known = enumerate(planned.boxes_of(number)[0].tolist(), int(chunk_first[number]))
-            by_offsets[number] = {tuple(begin): place for place, begin in reversed([*known])}
+            span = range(int(chunk_first[number]), int(chunk_first[number + 1]))
+            by_offsets[number] = {planned.offsets_of(known): known for known in reversed(span)}
         position = by_offsets[number].get(tuple(offsets[first[chunk] : first[chunk + 1]].tolist()))
         if position is None:
             raise SaveFailedError(

@@ -495,7 +495,7 @@ def _plan_checkpoint(items: _Items, written: I64) -> tuple[Planned, I64]:
         chunk_offsets=shrink_integers(tensors.chunk_offsets),
         chunk_sizes=shrink_integers(tensors.chunk_sizes),
         chunk_pieces=np.zeros(0, dtype=np.int64),
-        value_first=tensors.value_first[layout],
+        layout_first=tensors.value_first[layout],
     )
     positions = {items.names[number]: number for number in items.name[objects].tolist()}
     return Planned(planned, positions=positions, flatten=items.flatten), hints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -124,10 +125,8 @@ def chunks_of(planned: Planned) -> dict[str, list[Box]]:
     """Return the chunks of each tensor, in the order of their hints."""
     tensors = planned.tensors
     return {
-        name: [
-            Box(tuple(a), tuple(b)) for a, b in zip(*(box.tolist() for box in tensors.boxes_of(number)), strict=True)
-        ]
-        for number, name in enumerate(tensors.names)
+        name: [Box(tensors.offsets_of(chunk), tensors.sizes_of(chunk)) for chunk in range(*between)]
+        for name, between in zip(tensors.names, itertools.pairwise(tensors.chunk_first.tolist()), strict=True)
     }
 
 
