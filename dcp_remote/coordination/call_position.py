@@ -7,7 +7,6 @@ import os
 import re
 import tempfile
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,22 +23,12 @@ _INTEGRATIONS = f"{_PACKAGE}integrations{os.sep}"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$', re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class CallPosition:
-    """Position of a thread.
+def position_of(thread: threading.Thread) -> tuple[str, bool]:
+    """Return where a thread of this process is, and whether that is in a call of this package.
 
-    Attributes:
-        where: Function, file and line of the innermost frame that is neither of this package, torch nor Python's own
-            library, as "evaluate (train.py:88)"; "" if there is none.
-        is_calling: True if the thread is in a call of this package.
-    """
-
-    where: str = ""
-    is_calling: bool = False
-
-
-def position_of(thread: threading.Thread) -> CallPosition:
-    """Return the position of a thread of this process; nothing is known of a process with over a hundred threads.
+    The first is the function, file and line of the innermost frame that is neither of this package, torch nor Python's
+    own library, as "evaluate (train.py:88)"; "" if there is none. Nothing is known of a process with over a hundred
+    threads.
 
     Costs about 0.2 ms per thread of the process, in which no thread runs Python. The frame objects of another thread
     (`sys._current_frames`) would be cheaper, but to walk them while their thread runs crashes Python 3.11
@@ -50,7 +39,7 @@ def position_of(thread: threading.Thread) -> CallPosition:
         f"{function} ({path.rpartition(os.sep)[2]}:{line})" for path, line, function in frames if not _is_library(path)
     ]
     is_calling = any(path.startswith(_PACKAGE) and not path.startswith(_INTEGRATIONS) for path, _, _ in frames)
-    return CallPosition(users[0] if users else "", is_calling)
+    return users[0] if users else "", is_calling
 
 
 def _stack_of(thread: threading.Thread) -> str:

@@ -50,8 +50,10 @@ _HERE_CHARACTERS_MAX = 500
 _PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-class Collective:
-    """One operation that all ranks do together; a context manager, used in one thread. `RankGroup.prepare` makes it.
+class Collective(Outcome):
+    """One operation that all ranks do together; a context manager. `RankGroup.prepare` makes it.
+
+    One thread uses it; from others are called the methods of `Outcome`, `abort` and `share`.
 
     An exception that leaves the block on one rank is told to all the others, which raise it: a `DcpRemoteError` as one
     of the same class, with `rank=`; any other as `failed`. The rank itself raises its own unchanged. An exception that
@@ -61,14 +63,13 @@ class Collective:
     Args:
         member: This rank as a member of the group.
         keys: Keys of the operation, by the number that this rank has counted.
-        terms: Times of the operation, and the classes of its errors; also an attribute.
+        terms: Times of the operation, and the classes of its errors.
         on_renumber: Called with the new number if the operation goes by another one.
         on_leave: Called when this rank has left the operation.
 
     Attributes:
-        what: Name of the operation.
         failed: Class of the error that is raised for a cause that is no `DcpRemoteError`.
-        deadline: Deadline of the operation; passes at once when the operation is cancelled.
+        failure_detector: Detector of ranks that keep the operation from going on.
         has_failed_here: True once this rank has left with an error of its own, which the others are to be told.
     """
 
@@ -82,14 +83,9 @@ class Collective:
         on_leave: Callable[[Collective], None],
     ) -> None:
         """Start the deadline; other ranks hear of the operation by `RankGroup.begin`."""
-        self._member = member
-        self._heartbeat = member.heartbeat
-        self._outcome = Outcome(member, keys, terms, on_renumber=partial(on_renumber, self))
-        self._failure_detector = FailureDetector(member, self._outcome)
-        self.what = keys.what
-        self.terms = terms
+        super().__init__(member, keys, terms, on_renumber=partial(on_renumber, self))
+        self.failure_detector = FailureDetector(member, self)
         self.failed = terms.failed
-        self.deadline = self._outcome.deadline
         self.has_failed_here = False
         self._on_leave = on_leave
         self._client: HelperClient | None = None
@@ -98,7 +94,7 @@ class Collective:
         self._answers: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"Collective({self.what!r}, number={self.number}, rank={self._member.rank})"
+        return f"Collective({self.what!r}, number={self.keys.number}, rank={self._member.rank})"
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +103,7 @@ class Collective:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Leave the operation. Never blocks: the heartbeat's thread tells the other ranks."""
-        outcome = self._outcome
-        cancelled, keys = outcome.leave(), outcome.keys
+        cancelled, keys = self.leave(), self.keys
         if self._member.is_coordinator:
             # Ranks may have contributed to this round, which is not over, or to the next.
             unread = range(max(1, self._round), self._round + 2) if error is not None else ()
@@ -123,32 +118,17 @@ class Collective:
         if error is not None and cancelled is None:
             # A `DcpRemoteError` of the commit says itself whether it was carried out; any other error does not.
             in_commit = Commit.POSSIBLE if isinstance(error, DcpRemoteError) else Commit.UNKNOWN
-            commit = in_commit if outcome.is_committing else Commit.NEVER
-            outcome.post_verdict(Cancelled(outcome.error_for_others(error), commit))
+            commit = in_commit if self.is_committing else Commit.NEVER
+            self.post_verdict(Cancelled(self.error_for_others(error), commit))
         if self._client is not None:
             self._member.return_client(self._client)
         self._on_leave(self)
         # An error of the coordinator's commit says more than that the time is over.
-        is_unchanged = isinstance(error, _PROCESS_ENDS) or outcome.is_committing
+        is_unchanged = isinstance(error, _PROCESS_ENDS) or self.is_committing
         if error is not None and cancelled is not None and error is not cancelled and not is_unchanged:
             raise _copy_error(cancelled, error) from error
 
     # ---- for callers
-
-    @property
-    def number(self) -> int:
-        """Number of the operation, as this rank has counted."""
-        return self._outcome.keys.number
-
-    @property
-    def has_met(self) -> bool:
-        """True once all ranks have met in a round, as far as this rank knows."""
-        return self._outcome.has_met
-
-    @property
-    def cancelled(self) -> DcpRemoteError | None:
-        """Error that cancelled the operation; None while it goes on."""
-        return self._outcome.error
 
     @property
     def is_commit_unknown(self) -> bool:
@@ -157,35 +137,23 @@ class Collective:
         The coordinator fell silent, or the store is gone; or the coordinator was committing, and never said how that
         ended. Always False on the coordinator.
         """
-        return not self._member.is_coordinator and self._commit is Commit.UNKNOWN
+        return not self._member.is_coordinator and self.ended is not None and self.ended.commit is Commit.UNKNOWN
 
     @property
     def is_unattended(self) -> bool:
         """True if the operation was cancelled because some rank did not come to it; the same on all ranks that did."""
-        cancelled = self._outcome.cancelled
-        return cancelled is not None and cancelled.is_unattended
-
-    @property
-    def is_committing(self) -> bool:
-        """True on a coordinator in the commit phase, whose outcome is not known before the commit has ended."""
-        return self._outcome.is_committing
+        return self.ended is not None and self.ended.is_unattended
 
     @property
     def ended_before_commit(self) -> bool:
         """True if the operation failed, and it is certain that the coordinator has not committed and never will."""
         if self._member.is_coordinator:
-            return not self._outcome.is_committing
-        return self._commit is Commit.NEVER
-
-    @property
-    def _commit(self) -> Commit | None:
-        """State of the coordinator's commit as another rank knows it; None while the operation goes on."""
-        cancelled = self._outcome.cancelled
-        return None if cancelled is None else cancelled.commit
+            return not self.is_committing
+        return self.ended is not None and self.ended.commit is Commit.NEVER
 
     def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which other ranks show if this one is late or falls silent."""
-        if self._heartbeat is not None and not self._outcome.has_left:
+        if self._heartbeat is not None and not self.has_left:
             self._heartbeat.set_activity(text)
 
     def gather(self, value: V, decide: Callable[[list[V]], R]) -> R:
@@ -202,7 +170,7 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-        return self._take_round(value, lambda values: [decide(values)] * len(values))
+        return self.scatter(value, lambda values: [decide(values)] * len(values))
 
     def scatter(self, value: V, decide: Callable[[list[V]], Sequence[R]]) -> R:
         """Send every rank's value to the coordinator, and return on each rank its own of the answers.
@@ -215,7 +183,21 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled; see the class for the error.
         """
-        return self._take_round(value, decide)
+        self.raise_if_cancelled()
+        self._round += 1
+        if self.is_committing:
+            self.phase = Phase.MET  # the others are needed again
+        if self._heartbeat is None:
+            return decide([value])[0]
+        if not self._member.is_coordinator:
+            answer: R = self._contribute(value)  # which `decide` made on the coordinator
+            return answer
+        contributions = self._collect()
+        others = range(1, self._member.world_size)
+        answers = decide([value, *(self._unpickle(rank, contributions.data.pop(rank)) for rank in others)])
+        assert len(answers) == self._member.world_size, "one answer for each rank"
+        self._publish(answers[1:], contributions)
+        return answers[0]
 
     def run_in_thread(self, call: Callable[[], R]) -> R:
         """Make a call that may block forever, in a thread of its own, and return its result if the operation goes on.
@@ -225,7 +207,7 @@ class Collective:
         """
         helper = HelperThread("dcp_remote-request")
         try:
-            return helper.run(call, self._outcome.raise_if_cancelled)
+            return helper.run(call, self.raise_if_cancelled)
         finally:
             helper.close()
 
@@ -250,14 +232,13 @@ class Collective:
             DcpRemoteError: The operation was cancelled already, or its deadline has passed.
         """
         assert self._member.is_coordinator, "the others commit nothing"
-        outcome = self._outcome
-        outcome.raise_if_cancelled()
+        self.raise_if_cancelled()
         if self._heartbeat is not None:
-            self._ask(outcome.read_verdict)
-        if outcome.time_limit.expired():
+            self._ask(self.read_verdict)
+        if self.time_limit.expired():
             message = f"The deadline passed before {self.what} was committed; it was given up."
-            outcome.end(outcome.terms.timed_out(message, rank=0))
-        outcome.enter_commit()
+            self.end(self.terms.timed_out(message, rank=0))
+        self.enter_commit()
 
     def abort(self, error: BaseException) -> bool:
         """Cancel the operation from another thread, and tell the other ranks, as if its block had raised this error.
@@ -265,97 +246,38 @@ class Collective:
         Returns:
             Whether the operation is cancelled; False in the commit phase, or if this rank has left.
         """
-        self._outcome.end(self._outcome.error_for_others(error))
-        return self._outcome.error is not None
-
-    def check_time_and_store(self) -> None:
-        """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
-
-        From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
-        the store, calls this twice a second.
-        """
-        self._outcome.check_time_and_store()
-
-    def raise_if_cancelled(self) -> None:
-        """Raise the error that cancelled the operation, or cancels it now; never touches the store.
-
-        For long work between two rounds.
-        """
-        self._outcome.raise_if_cancelled()
-
-    # ---- for the group
-
-    def check_ranks(self, client: Client) -> None:
-        """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
-        self._failure_detector.check(client)
-
-    def check_arrival(self) -> None:
-        """End the operation if the coordinator does not come; in the thread of the heartbeat, without a store yet."""
-        self._failure_detector.check_arrival()
-
-    def cancel(self, error: DcpRemoteError) -> None:
-        """Cancel the operation here, without telling the others; not in the commit phase."""
-        self._outcome.cancel(Cancelled(error))
+        self.end(self.error_for_others(error))
+        return self.cancelled is not None
 
     # ---- rounds, in the thread of the block
 
-    def _take_round(self, value: V, decide: Callable[[list[V]], Sequence[R]]) -> R:
-        """Send every rank's value to the coordinator, and return the answer to this rank.
-
-        Args:
-            value: Value of this rank.
-            decide: Called on the coordinator; returns one answer for each rank.
-        """
-        self._outcome.raise_if_cancelled()
-        self._round += 1
-        if self._outcome.is_committing:
-            self._outcome.phase = Phase.MET  # the others are needed again
-        if self._heartbeat is None:
-            return decide([value])[0]
-        if not self._member.is_coordinator:
-            answer: R = self._contribute(value)  # which `decide` made on the coordinator
-            return answer
-        contributions = self._collect()
-        others = range(1, self._member.world_size)
-        answers = decide([value, *(self._unpickle(rank, contributions.data.pop(rank)) for rank in others)])
-        assert len(answers) == self._member.world_size, "one answer for each rank"
-        self._publish(answers[1:], contributions)
-        return answers[0]
-
     def _contribute(self, value: object) -> Any:
-        """Send this rank's value and return the answer; send again under each new number, or if the link has failed."""
-        outcome, rank, data, is_linked = self._outcome, self._member.rank, pickle.dumps(value), True
+        """Send this rank's value and return the answer; send again under each new number."""
+        rank, data = self._member.rank, pickle.dumps(value)
         while True:
             # Once all ranks have met, the heartbeat's thread is soon enough.
-            if not (outcome.has_met or self._member.last_met == outcome.keys.number - 1):
+            if not (self.has_met or self._member.last_met == self.keys.number - 1):
                 self._ask(self._read_verdicts)
-            outcome.raise_if_cancelled()
-            keys, pauses, link = outcome.keys, self._member.polling_pauses(), self._member.link()
+            self.raise_if_cancelled()
+            keys, pauses, link = self.keys, self._member.polling_pauses(), self._member.link()
             series, key = keys.parts(self._round), keys.answer(self._round)
             try:
-                if is_linked and link is not None and link.begin(series, series, key, data):
+                if link is not None and link.begin(series, key, data):
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses, (link, key))
                 else:
                     if link is None:  # else nothing is free for another connection either
                         self._client = self._client or self._member.take_client()
                     part, is_confirmed = pickle.dumps({rank: data}), link is not None  # asked again if it breaks
                     self._ask(partial(Client.append, series=series, value=part, is_confirmed=is_confirmed))
-                    outcome.wait(next(pauses))  # the coordinator has not even looked yet
+                    self.wait(next(pauses))  # the coordinator has not even looked yet
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
-            except DcpRemoteError:
-                raise
-            except (OSError, RuntimeError):  # this rank leads, and no thread or descriptor is free to ask the store
-                if not is_linked:
-                    raise
-                is_linked = False
-                continue
             finally:
                 if link is not None:
                     link.end(key)
             if answers is not None:
                 break
             self._ask(partial(Client.delete_series, series=series))  # the coordinator never comes under this number
-        outcome.meet()
+        self.meet()
         return decode_answer(key, answers, rank, self._read_block)
 
     def _read_block(self, key: str) -> bytes:
@@ -366,24 +288,24 @@ class Collective:
 
     def _collect(self) -> Contributions:
         """Return the contributions of all other ranks; wait again under each new number of the operation."""
-        if not self._outcome.has_met:
+        if not self.has_met:
             self._ask(self._delete_left_keys_and_read_verdicts)
-        self._failure_detector.is_waiting = True
+        self.failure_detector.is_waiting = True
         has_all = None
         while has_all is None:
-            keys = self._outcome.keys
+            keys = self.keys
             contributions = Contributions(keys.parts(self._round), range(1, self._member.world_size))
-            self._failure_detector.expect(self._round, contributions)
+            self.failure_detector.expect(self._round, contributions)
             has_all = self._wait_for(contributions.read, keys, self._member.polling_pauses(self._member.world_size))
-        self._failure_detector.is_waiting = False
-        self._outcome.meet()
+        self.failure_detector.is_waiting = False
+        self.meet()
         return contributions
 
     def _unpickle(self, rank: int, data: bytes) -> Any:
         try:
             return pickle.loads(data)  # noqa: S301  # of a rank of this job
         except Exception as error:
-            name = self._outcome.name_rank(rank)
+            name = self.name_rank(rank)
             message = f"The coordinator cannot unpickle what rank {name} sent; {self.what} was given up."
             raise self.failed(message, rank=rank, cause=error) from error
 
@@ -392,13 +314,13 @@ class Collective:
 
         In the commit phase an error is only logged, since it changes nothing of what was decided.
         """
-        data = encode_answers(self._outcome.keys.answer(self._round), answers)
-        if not self._outcome.is_committing:
-            self._outcome.raise_if_cancelled()
+        data = encode_answers(self.keys.answer(self._round), answers)
+        if not self.is_committing:
+            self.raise_if_cancelled()
         # All ranks have contributed to this round, and so have read the answers of the one before.
         old, new = self._answers, {key: len(answer) for key, answer in data.items()}
         self._answers = {**old, **new}
-        self._failure_detector.expect(self._round + 1)
+        self.failure_detector.expect(self._round + 1)
 
         def put(client: Client) -> None:
             for key, answer in data.items():
@@ -407,26 +329,26 @@ class Collective:
             # rank has gone on.
             contributions.delete(client)
             client.delete(old, old)
-            self._member.delete_left_keys(client, self._outcome.keys.number, have_all_come=True)
+            self._member.delete_left_keys(client, self.keys.number, have_all_come=True)
 
         try:
             self._ask(put)
             self._answers = new
         except DcpRemoteError as error:
-            if not self._outcome.is_committing:
+            if not self.is_committing:
                 raise
             logger.warning("%s: the other ranks could not be told that it has ended: %s", self.what, error)
 
     def _delete_left_keys_and_read_verdicts(self, client: Client) -> None:
         # Deletes before it reads, because a verdict ends the operation at once; again under the number that it finds.
-        self._member.delete_left_keys(client, self._outcome.keys.number - 1)
+        self._member.delete_left_keys(client, self.keys.number - 1)
         self._read_verdicts(client)
-        self._member.delete_left_keys(client, self._outcome.keys.number - 1)
+        self._member.delete_left_keys(client, self.keys.number - 1)
 
     def _read_verdicts(self, client: Client) -> None:
         """Go on to the next number for as long as there is a verdict on another operation under this one."""
-        while self._outcome.read_verdict(client):
-            self._outcome.raise_if_cancelled()
+        while self.read_verdict(client):
+            self.raise_if_cancelled()
 
     def _wait_for(
         self,
@@ -446,12 +368,10 @@ class Collective:
         Raises:
             DcpRemoteError: The operation was cancelled.
         """
-        outcome = self._outcome
-        has_waited = heard is None
-        while outcome.keys is keys:
-            status = outcome.coordinator_status()
+        while self.keys is keys:
+            status = self.coordinator_status()
+            has_left = status is not None and self.has_rank_left(status)
             # The news that the coordinator has left may come before the answer that it has left behind.
-            has_left = status is not None and outcome.has_rank_left(status) and has_waited
             found: T | bytes | None = None if heard is None else self._hear(*heard)
             if not found and (heard is None or has_left):
                 found = self._ask(look)
@@ -462,22 +382,19 @@ class Collective:
             if (
                 status is not None
                 and has_left
-                and not self._ask(outcome.read_verdict)
-                and not outcome.skip_deleted_verdicts(status)
+                and not self._ask(self.read_verdict)
+                and not self.skip_deleted_verdicts(status)
             ):
-                outcome.end_without_verdict(status, keys)
-            outcome.raise_if_cancelled()
+                self.end_without_verdict(status, keys)
+            self.raise_if_cancelled()
             if heard is None:
-                outcome.wait(next(pauses))
-            else:
-                has_waited = status is not None and outcome.has_rank_left(status)
-                heard[0].wait(POLLING_SECONDS_MAX)
+                self.wait(next(pauses))
         return None
 
     def _hear(self, link: HostLink, key: str) -> bytes | None:
-        """Return the answer that has come over a link; None if there is none."""
+        """Wait for the answer that comes over a link; return None if it does not come soon."""
         try:
-            return link.answer(key)
+            return link.answer(key, POLLING_SECONDS_MAX)
         except dist.DistError as error:
             self._raise_without_store(error)
 
@@ -491,15 +408,14 @@ class Collective:
             DcpRemoteError: The operation was cancelled, or the store is gone.
         """
         assert self._heartbeat is not None, "a single rank needs no store"
-        outcome = self._outcome
         if self._heartbeat.gone is not None:  # to connect anew would take minutes
-            outcome.end_without_store(self._heartbeat.gone)
-            outcome.raise_if_cancelled()
+            self.end_without_store(self._heartbeat.gone)
+            self.raise_if_cancelled()
         client, self._client = self._client, None
         if client is None and not self._member.may_link:
             client = self._member.take_client()
         try:
-            answer = (client or self._heartbeat).ask(request, outcome.raise_if_cancelled)
+            answer = (client or self._heartbeat).ask(request, self.raise_if_cancelled)
         except BaseException as error:
             if client is not None:
                 client.abandon()
@@ -510,10 +426,10 @@ class Collective:
         return answer
 
     def _raise_without_store(self, error: Exception) -> NoReturn:
-        self._outcome.end_without_store(error)
-        if self._outcome.error is None:  # in the commit phase
+        self.end_without_store(error)
+        if self.cancelled is None:  # in the commit phase
             raise self.failed("The key-value store of the process group is gone.", cause=error) from error
-        raise self._outcome.error from error
+        raise self.cancelled from error
 
 
 def _copy_error(error: DcpRemoteError, consequence: BaseException) -> DcpRemoteError:

@@ -56,11 +56,17 @@ class FailureDetector:
         """Note the round that is expected, and its contributions if the coordinator reads them already."""
         self._expected = (round_number, contributions)
 
-    def check(self, client: Client) -> None:
-        """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat."""
+    def check(self, client: Client | None) -> None:
+        """Look at the other ranks, and end the operation if it cannot go on; in the thread of the heartbeat.
+
+        Without a client there is no store yet: the coordinator has not come, and only the coordinator can be absent.
+        """
         outcome = self._outcome
         outcome.check_time_and_store()
-        if outcome.has_left or outcome.error is not None:
+        if outcome.has_left or outcome.cancelled is not None:
+            return
+        if client is None:
+            self._end_if_absent(None, [0])
             return
         self._ask_positions(client)
         if not self._member.is_coordinator:
@@ -75,12 +81,6 @@ class FailureDetector:
             self._end_if_absent(client, self._unread_ranks())
             if outcome.time_limit.expired():
                 self._end_as_late(client)
-
-    def check_arrival(self) -> None:
-        """Check before the coordinator has come and there is a store: only the coordinator can be absent."""
-        self._outcome.check_time_and_store()
-        if not self._outcome.has_left and self._outcome.error is None:
-            self._end_if_absent(None, [0])
 
     def _unread_ranks(self) -> list[int]:
         """Return the ranks whose contributions the coordinator has not read."""
@@ -130,7 +130,7 @@ class FailureDetector:
         seconds = outcome.time_limit.elapsed_seconds()
         if (
             outcome.has_met
-            or outcome.error is not None
+            or outcome.cancelled is not None
             or seconds < min(self._terms.arrival_seconds, self._warn_seconds)
         ):
             return

@@ -34,7 +34,7 @@ from dcp_remote.coordination.incarnation import incarnation_of
 from dcp_remote.coordination.key_value import Client, StoreAddress, address_of
 from dcp_remote.coordination.member import GroupMember
 from dcp_remote.coordination.messages import CollectiveKeys
-from dcp_remote.coordination.outcome import Terms
+from dcp_remote.coordination.outcome import Cancelled, Terms
 from dcp_remote.coordination.use_counter import UseCounter
 from dcp_remote.errors import DcpRemoteError, InvalidArgumentError
 
@@ -63,6 +63,9 @@ class RankGroup:
         rank: Rank of this process, within the group.
         world_size: Ranks of the group.
         is_coordinator: True on rank 0.
+        has_met: True once all ranks have met in an operation of this group.
+        hooks: Functions called in the heartbeat's helper thread after each heartbeat, from the first operation on.
+        looks: Functions called twice a second in a thread of the heartbeat, also while the store does not answer.
     """
 
     def __init__(
@@ -87,13 +90,13 @@ class RankGroup:
         self._asked = 0  # times that this rank has asked the coordinator
         self._collective: Collective | None = None
         self._is_closed = False
-        self._has_met = False
+        self.has_met = False
         self._has_met_last = False  # in the last operation
         self._has_news = False  # of the last operation, for other ranks
         self._lock = threading.Lock()
         self._farewell_monitor: LivenessMonitor | None = None
-        self._hooks: list[Callable[[Client], None]] = [self._check_collective]
-        self._looks: list[Callable[[], None]] = []
+        self.hooks: list[Callable[[Client], None]] = [self._check_collective]
+        self.looks: list[Callable[[], None]] = []
         self._store = store
         self._beat_seconds = heartbeat_interval_seconds(world_size) if beat_seconds is None else beat_seconds
         self._farewell_clock = SuspendAwareClock(self._beat_seconds, clock)
@@ -151,11 +154,6 @@ class RankGroup:
         return self._beat_seconds if self.heartbeat is None else self.heartbeat.interval_seconds
 
     @property
-    def has_met(self) -> bool:
-        """True once all ranks have met in an operation of this group."""
-        return self._has_met
-
-    @property
     def heartbeat(self) -> Heartbeat | None:
         """Heartbeat of this rank; None if it is the only one, or before the first operation."""
         return self._member.heartbeat
@@ -172,29 +170,8 @@ class RankGroup:
             assert self._store is not None, "several ranks need a store to meet in"
             store = self._store.begin() if isinstance(self._store, UseCounter) else self._store
             self._member.heartbeat = self._new_heartbeat(store)
-            for hook in self._hooks:
-                self._member.heartbeat.add_hook(hook)
+            self._member.heartbeat.hooks = self.hooks
         self._member.heartbeat.start()
-
-    def add_hook(self, hook: Callable[[Client], None]) -> None:
-        """Call a function in the heartbeat's thread after each heartbeat, from the first operation on."""
-        self._hooks.append(hook)
-        if self.heartbeat is not None:
-            self.heartbeat.add_hook(hook)
-
-    def remove_hook(self, hook: Callable[[Client], None]) -> None:
-        """Stop calling a function that `add_hook` added."""
-        self._hooks = [kept for kept in self._hooks if kept != hook]
-        if self.heartbeat is not None:
-            self.heartbeat.remove_hook(hook)
-
-    def add_look(self, look: Callable[[], None]) -> None:
-        """Call a function twice a second in a thread of the heartbeat, also while the store does not answer."""
-        self._looks = [*self._looks, look]
-
-    def remove_look(self, look: Callable[[], None]) -> None:
-        """Stop calling a function that `add_look` added."""
-        self._looks = [kept for kept in self._looks if kept != look]
 
     def prepare(self, what: str, terms: Terms) -> Collective:
         """Return a collective operation that all ranks begin, in the same order; no rank hears of it before `begin`.
@@ -226,11 +203,11 @@ class RankGroup:
         """
         with self._lock:
             self._collective = collective
-            self._number = collective.number
+            self._number = collective.keys.number
             if self.heartbeat is not None:
                 watched = range(1, self.world_size) if self.is_coordinator else [0]
                 silence_seconds = collective.terms.silence_seconds
-                self.heartbeat.enter(collective.number, collective.what, watched, silence_seconds=silence_seconds)
+                self.heartbeat.enter(collective.keys.number, collective.what, watched, silence_seconds=silence_seconds)
 
     def abandon(self, collective: Collective, error: BaseException) -> None:
         """Leave an operation as if its block had raised this error; nothing if it was left, or never began.
@@ -240,7 +217,7 @@ class RankGroup:
             error: Error that the other ranks are told.
         """
         if self._collective is collective:
-            self._number = collective.number
+            self._number = collective.keys.number
             with suppress(DcpRemoteError):
                 collective.__exit__(type(error), error, error.__traceback__)
 
@@ -267,21 +244,20 @@ class RankGroup:
             client.put_first(key, own)  # the first value stays: who has answered has done so for all ranks
             return client.get(key)
 
-        client = self._member.take_client()
+        own = b"no"
         pauses = RetryPolicy(POLLING_SECONDS, max(POLLING_SECONDS, self._beat_seconds)).growing_delays()
         try:
-            while not (self.is_coordinator or client.ask(lambda one: one.has([key]), look)):
+            while not (self.is_coordinator or heartbeat.ask(lambda client: client.has([key]), look)):
                 if deadline.expired() or left_seconds() <= 0:
                     break
                 time.sleep(next(pauses))
             own = b"yes" if self.is_coordinator and answer() else b"no"
-            found = client.ask(answer_first, look)
+            found = heartbeat.ask(answer_first, look)
         except BaseException as error:
-            client.abandon()
+            own = b"no"  # of a request that is made nevertheless, once the store answers
             if not isinstance(error, dist.DistError):
                 raise
             return False
-        self._member.return_client(client)
         if self.is_coordinator:
             # As of the next operation: if this rank closes before, others may still have to read the answer.
             self._member.note_answers(self._number + 1, [key])
@@ -303,7 +279,7 @@ class RankGroup:
         self._is_closed = True
         collective = self._collective
         if collective is not None:
-            collective.cancel(collective.failed(f"The rank group was closed during {collective.what}."))
+            collective.cancel(Cancelled(collective.failed(f"The rank group was closed during {collective.what}.")))
         if self.heartbeat is not None:
             self.heartbeat.close(seconds, has_news=self._has_news)
             if self.heartbeat.has_started and isinstance(self._store, UseCounter):
@@ -316,7 +292,7 @@ class RankGroup:
             self.rank,
             beat_seconds=self._beat_seconds,
             address=self._store_address,
-            while_waiting=self._check_arrival,
+            while_waiting=self._check_collective,
             farewell=self._may_stop,
             look=self._look,
             link=self._member.link,
@@ -334,7 +310,7 @@ class RankGroup:
         has_begun = self.heartbeat is not None and self.heartbeat.has_started
         if self.heartbeat is not None and not has_begun:
             uses.release_turn()
-        if not self._has_met:
+        if not self.has_met:
             uses.mark_doubtful()
         if is_told and not has_begun:
             heartbeat = self._new_heartbeat(uses.begin(is_missed=True))
@@ -352,7 +328,7 @@ class RankGroup:
                 return
             self._collective = None
             self._has_met_last = collective.has_met
-            self._has_met = self._has_met or collective.has_met
+            self.has_met = self.has_met or collective.has_met
             self._has_news = collective.has_failed_here
             if collective.has_met and isinstance(self._store, UseCounter):
                 self._store.confirm()
@@ -372,18 +348,13 @@ class RankGroup:
         collective = self._collective
         if collective is not None:
             collective.check_time_and_store()
-        for look in self._looks:
+        for look in tuple(self.looks):
             look()
 
-    def _check_collective(self, client: Client) -> None:
+    def _check_collective(self, client: Client | None = None) -> None:
         collective = self._collective
         if collective is not None:
-            collective.check_ranks(client)
-
-    def _check_arrival(self) -> None:
-        collective = self._collective
-        if collective is not None:
-            collective.check_arrival()
+            collective.failure_detector.check(client)
 
     def _may_stop(self, client: Client) -> bool:
         """Return whether no living rank needs this process any more: all have left the last operation."""

@@ -16,6 +16,7 @@ second key, and again the first of those that the second brings nothing new of.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import math
@@ -31,13 +32,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy, jitter
 from dcp_remote.common.threads import WAKE_SECONDS, OneTimeEvent
-from dcp_remote.coordination.call_position import CallPosition, position_of
+from dcp_remote.coordination.call_position import position_of
 from dcp_remote.coordination.host_link import HostLink, News
 from dcp_remote.coordination.key_value import Client, HelperClient, StoreAddress, address_of, require_reachable
 
@@ -229,6 +230,10 @@ class Heartbeat:
         clock: Monotonic clock, in seconds; for tests.
 
     Attributes:
+        hooks: Functions called after each heartbeat, once the watched ranks have been read; in the helper thread.
+        status: Status of this rank, as last noted.
+        gone: Error that ended the thread: the host of the store is gone. None while the thread runs.
+        trouble: Error that kept the thread from opening another connection last; None while the store answers.
         delay_seconds_max: Delay of a heartbeat, in seconds, beyond which its rank is not just a little late.
         interval_seconds: Seconds between two heartbeats as they are now, of this rank or the one that speaks for it.
         is_asked: True while a rank asks where this one is; then each heartbeat outside of operations says so. On the
@@ -269,7 +274,7 @@ class Heartbeat:
         self._watched_at = 0.0
         self._count = 0
         self._answered_count = 0
-        self._status = RankStatus(0, host=socket.gethostname(), pid=os.getpid(), token=secrets.randbits(32))
+        self.status = RankStatus(0, host=socket.gethostname(), pid=os.getpid(), token=secrets.randbits(32))
         self._status_lock = threading.Lock()
         self._monitor: LivenessMonitor | None = None
         self._last_known: dict[int, RankStatus] = {}  # of each rank that was ever read
@@ -279,25 +284,25 @@ class Heartbeat:
         self.interval_seconds = self._rest_seconds = beat_seconds
         # In the helper thread: status that this rank has told last, if the outbox was emptied since, news in place of
         # what this rank would read itself, and what it has looked for since the last heartbeat.
-        self._told, self._has_emptied = self._status, False
+        self._told, self._has_emptied = self.status, False
         self._news: News | None = None
         self._found: dict[str, bytes] = {}
-        self._hooks: list[Callable[[Client], None]] = []
+        self.hooks: list[Callable[[Client], None]] = []
         self._outbox: deque[Callable[[Client], object]] = deque()
-        self._requests: deque[Callable[[Client], None]] = deque()
+        self._requests: deque[tuple[Callable[[Client], Any], Future[Any]]] = deque()
         self._wake, self._is_due = threading.Event(), False
         self._logged: str | None = None
         self.is_asked = False
         self._notices: dict[str, int] = {}
-        self._is_closing = False
+        self._is_closing = self._has_ended = False  # the thread ends, or has ended, and makes no more requests
         self._farewell_end = self._close_end = 0.0
         self._says_goodbye, self._has_news = True, False
-        self._gone: Exception | None = None
+        self.gone: Exception | None = None
         self._helper = HelperClient(self._connect_first)
         self._connection = object()  # identity of the connection in use; answers over another raise
         self._heard_at = 0.0  # last answer over that connection, or the moment at which the request began
         self._silent_connections, self._spread_seconds = 0, jitter(0.0, beat_seconds)
-        self._trouble: Exception | None = None  # last failure to open another connection
+        self.trouble: Exception | None = None
         self._run_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         # Thread that makes the calls of this rank: the one that began the last operation.
@@ -323,29 +328,9 @@ class Heartbeat:
         return self._thread is not None
 
     @property
-    def gone(self) -> Exception | None:
-        """Error that ended the thread: the host of the store is gone. None while the thread runs."""
-        return self._gone
-
-    @property
-    def trouble(self) -> Exception | None:
-        """Error that kept the thread from opening another connection last; None while the store answers."""
-        return self._trouble
-
-    @property
     def address(self) -> StoreAddress | None:
         """Address of the store; None if the store has none, or is neither open yet nor known."""
         return self._address if self._store is None else address_of(self._store)
-
-    @property
-    def last_activity(self) -> str:
-        """Activity of this rank, as last noted."""
-        return self._status.note
-
-    @property
-    def process(self) -> str:
-        """This process, as "gpu-07, pid 4711"."""
-        return self._status.process
 
     def client(self) -> Client:
         """Return a client for another thread, whose answers count as contact; blocks if the store does.
@@ -354,8 +339,8 @@ class Heartbeat:
             DistNetworkError: The store could not be opened, or is gone.
         """
         self._is_store_open.wait()
-        if self._store is None or self._gone is not None:  # to connect anew would take minutes
-            raise dist.DistNetworkError(f"The key-value store of the process group is not there: {self._gone}")
+        if self._store is None or self.gone is not None:  # to connect anew would take minutes
+            raise dist.DistNetworkError(f"The key-value store of the process group is not there: {self.gone}")
         return Client(self._store, self._record_answer)
 
     def contact_seconds(self) -> float:
@@ -374,25 +359,23 @@ class Heartbeat:
         self._is_due = True
         self._wake.set()
 
-    def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
-        """Make a request between two heartbeats, and return its answer; as `HelperClient.ask`, from any thread.
+    def request(self, request: Callable[[Client], T]) -> Future[T]:
+        """Queue a request that is made between two heartbeats; from any thread, never blocks.
 
-        A request whose connection breaks is made again over the next.
+        A request whose connection breaks is made again over the next. Once this heartbeat has ended, the answer is an
+        error.
         """
         answer: Future[T] = Future()
-        answered = OneTimeEvent()
-
-        def make_request(client: Client) -> None:
-            try:
-                answer.set_result(request(client))
-            except dist.DistNetworkError:
-                raise
-            except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
-                answer.set_exception(error)
-            answered.set()
-
-        self._requests.append(make_request)
+        self._requests.append((request, answer))
         self._wake.set()
+        if self._has_ended:
+            self._refuse_requests()
+        return answer
+
+    def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
+        """Make a request as `request` does, and wait for its answer; as `HelperClient.ask`, from any thread."""
+        answer, answered = self.request(request), OneTimeEvent()
+        answer.add_done_callback(lambda _answer: answered.set())
         while not answered.wait(WAKE_SECONDS):
             look()
         return answer.result()
@@ -400,7 +383,7 @@ class Heartbeat:
     def set_activity(self, text: str) -> None:
         """Set the activity of this rank, which is published with the next heartbeat."""
         with self._status_lock:
-            self._status = replace(self._status, note=one_line(text))
+            self.status = replace(self.status, note=one_line(text))
 
     def enter(self, operation: int, what: str, watched: Iterable[int], *, silence_seconds: float = math.inf) -> None:
         """Publish at once that this rank is in an operation, and watch these ranks from now on.
@@ -412,20 +395,20 @@ class Heartbeat:
         self._caller = threading.current_thread()
         with self._status_lock:
             what = one_line(what)
-            self._status = replace(self._status, operation=operation, what=what, is_inside=True, note=what)
+            self.status = replace(self.status, operation=operation, what=what, is_inside=True, note=what)
         self.wake()
 
     def renumber(self, operation: int) -> None:
         """Publish at once that the operation has another number than this rank had counted."""
         with self._status_lock:
-            self._status = replace(self._status, operation=operation)
+            self.status = replace(self.status, operation=operation)
         self.wake()
 
     def leave(self, note: str) -> None:
         """Publish at once that this rank has left the operation, and watch no rank."""
         self._monitor = None
         with self._status_lock:
-            self._status = replace(self._status, is_inside=False, note=one_line(note))
+            self.status = replace(self.status, is_inside=False, note=one_line(note))
         self.wake()
 
     def last(self, rank: int) -> RankStatus | None:
@@ -457,14 +440,6 @@ class Heartbeat:
         """
         self._outbox.append(action)
         self.wake()
-
-    def add_hook(self, hook: Callable[[Client], None]) -> None:
-        """Call a function after each heartbeat, once the watched ranks have been read; in the helper thread."""
-        self._hooks = [*self._hooks, hook]
-
-    def remove_hook(self, hook: Callable[[Client], None]) -> None:
-        """Stop calling a function that `add_hook` added."""
-        self._hooks = [kept for kept in self._hooks if kept != hook]
 
     def find(self, client: Client, key: str) -> bytes:
         """Return the value of a key that all ranks look for, b"" if it is not there; in the thread of the hooks only.
@@ -576,11 +551,19 @@ class Heartbeat:
         except _ClosedError:
             self._helper.abandon()  # the store does not answer
         except Exception as error:  # noqa: BLE001  # the store is gone; callers see that in `gone`
-            self._gone = error
+            self.gone = error
             logger.debug("rank %d: heartbeat ended, the key-value store is gone: %s", self._rank, error)
         finally:
             self._is_store_open.set()
             self._helper.close()
+            self._has_ended = True
+            self._refuse_requests()
+
+    def _refuse_requests(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                _, answer = self._requests.popleft()
+                answer.set_exception(dist.DistNetworkError(str(self.gone or "The heartbeat was closed.")))
 
     def _rest(self, seconds: float) -> None:
         """Wait for some seconds or until a heartbeat is due; make requests and look around meanwhile."""
@@ -618,7 +601,7 @@ class Heartbeat:
             except (OSError, dist.DistError) as error:
                 if self._answered_count == 0 or self.address is None:
                     raise
-                self._trouble = error
+                self.trouble = error
                 if has_failed:
                     self._wait_to_reconnect()
                 has_failed = True
@@ -687,22 +670,21 @@ class Heartbeat:
         client = Client(self._store, partial(self._record_own_answer, connection))
         # Another job may have taken the place of this one, at the same address: this rank must not appear in it.
         value = client.get(_status_key(self._rank))
-        if not value or RankStatus.decode(value).token != self._status.token:
+        if not value or RankStatus.decode(value).token != self.status.token:
             raise ConnectionRefusedError(f"Another key-value store answers at {address}: this job's has ended.")
         return client
 
     def _beat(self, client: Client) -> None:
         self._is_due = False
         # Read before the outbox is emptied: a rank that reads that this one has left finds what it told before leaving.
-        status, began_at = self._status, self._clock()
+        status, began_at = self.status, self._clock()
         self._empty_outbox(client)
         is_asked = self.is_asked and not status.is_inside
-        position = position_of(self._caller) if is_asked else CallPosition()
-        where, is_calling = one_line(position.where), position.is_calling
+        where, is_calling = position_of(self._caller) if is_asked else ("", False)
         link, news = self._find_link()
         others = {} if link is None else link.statuses
         speaker = self._rank if others else 0 if news is None else news.leader
-        status = self._number(replace(status, where=where, is_calling=is_calling, speaker=speaker))
+        status = self._number(replace(status, where=one_line(where), is_calling=is_calling, speaker=speaker))
         data, told = status.encode(), self._told
         if others:
             client.put(_speaker_key(self._rank), pickle.dumps({**others, self._rank: data}))
@@ -719,7 +701,7 @@ class Heartbeat:
         if self.is_asked and not was_asked:
             self.wake()  # the next heartbeat, which has the position, follows at once
         self._answered_count, self._told, self._has_emptied = self._count, status, False
-        for hook in self._hooks:
+        for hook in tuple(self.hooks):
             self._call(hook, client)
         self.interval_seconds = self._rest_seconds = self._count_interval(1 + len(others))
         if link is not None and others:
@@ -794,8 +776,16 @@ class Heartbeat:
     def _make_requests(self, client: Client) -> None:
         self._empty_outbox(client)
         while self._requests:
-            self._requests[0](client)
-            self._requests.popleft()
+            request, answer = asked = self._requests[0]
+            try:
+                tell = partial(answer.set_result, request(client))
+            except dist.DistNetworkError:
+                raise
+            except BaseException as error:  # noqa: BLE001  # raised where the answer is awaited
+                tell = partial(answer.set_exception, error)
+            with contextlib.suppress(ValueError):  # it was answered over another connection meanwhile
+                self._requests.remove(asked)
+                tell()
 
     def _call(self, hook: Callable[[Client], object], client: Client) -> None:
         try:
@@ -811,11 +801,11 @@ class Heartbeat:
         own_key = _status_key(self._rank)
         self._empty_outbox(client)
         # Ranks for which `farewell` waits may wait for an announcement.
-        client.put(own_key, self._number(self._status).encode())
+        client.put(own_key, self._number(self.status).encode())
         while not self._farewell(client) and self._clock() < self._farewell_end:
             time.sleep(0.02)
-        note = "closed" if self._says_goodbye else self._status.note
-        last = replace(self._status, is_inside=False, is_closed=self._says_goodbye, note=note)
+        note = "closed" if self._says_goodbye else self.status.note
+        last = replace(self.status, is_inside=False, is_closed=self._says_goodbye, note=note)
         client.put(own_key, self._number(last).encode())
         client.has([own_key])  # its answer says that the status has arrived
 
@@ -826,7 +816,7 @@ class Heartbeat:
         if connection is not self._connection:
             raise dist.DistNetworkError("This connection was silent for long, and another has taken its place.")
         self._record_answer()
-        self._heard_at, self._silent_connections, self._trouble = self._answered_at, 0, None
+        self._heard_at, self._silent_connections, self.trouble = self._answered_at, 0, None
 
 
 class _SilentConnectionError(Exception):

@@ -10,7 +10,8 @@ its own, and sends the status of the coordinator back, its news.
   leader. Each member sends again what has no answer yet.
 - A leader whose process is stopped: it answers no ping, and sends no news. Each member speaks to the store itself until
   the leader answers again.
-- A connection to the store that breaks, or is silent for long: the leader puts the parts again, over another.
+- A connection to the store that breaks, or is silent for long: the heartbeat opens another, over which the leader puts
+  the parts again.
 - A system without abstract sockets, or a name that a process of another user has bound: each rank speaks for itself.
 
 So a rank may be in two parts of a round, with the same bytes, and a number of a part may be taken and never used.
@@ -18,7 +19,6 @@ So a rank may be in two parts of a round, with the same bytes, and a number of a
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -36,16 +36,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from dcp_remote.common.deadline import jitter
 from dcp_remote.coordination.host_documents import HostDocuments, SharedFrame
-from dcp_remote.coordination.key_value import Client
+from dcp_remote.coordination.key_value import Client, series_key
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ _RETRY_SECONDS = 0.01
 _REFUSALS_MAX = 100
 _PASSING_ERRORS = {errno.ECONNREFUSED, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
-# Longest wait of `close` for each of the two threads.
+# Longest wait of `close` for the thread.
 _CLOSE_SECONDS = 0.5
 
 _BACKLOG = 1024
@@ -98,13 +96,13 @@ class News:
 class HostLink:
     """Link of this rank to the other ranks of its host; for a caller thread and the heartbeat's, which it never blocks.
 
-    Costs one thread, and another on a rank that speaks to the store. A leader speaks for its members whether its own
-    rank takes part in a round or not, until it is closed.
+    Costs one thread. A leader speaks for its members whether its own rank takes part in a round or not, until it is
+    closed; over the connection of its heartbeat.
 
     Args:
         name: Name of the link, the same on all ranks of a group; only they know it, and seal all frames with it.
         rank: Rank of this process, within the group.
-        connect: Returns a client of the store; called in a thread of the link.
+        request: Queues a request to the store; `Heartbeat.request`.
         pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
         wake: Wakes this rank's heartbeat: there are statuses to publish, or news, or the leader has ended.
 
@@ -118,7 +116,7 @@ class HostLink:
         self,
         name: str,
         rank: int,
-        connect: Callable[[], Client],
+        request: Callable[[Callable[[Client], dict[str, bytes]]], Future[dict[str, bytes]]],
         pauses: Callable[[int], Iterator[float]],
         wake: Callable[[], None] = lambda: None,
     ) -> None:
@@ -130,11 +128,11 @@ class HostLink:
         self.news: News | None = None
         self.spoken_alone = 0
         self.failure: Exception | None = None
-        self._speaker = _Speaker(connect, pauses, lambda *found: self._order(partial(self._finish, *found)))
+        self._request = request
+        self._pauses = pauses
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._arrived: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
-        self._awaited: set[str] = set()
-        self._answers: dict[str, bytes | Exception] = {}
+        # By key: answers for which this rank waits, once they have come.
+        self._awaited: dict[str, queue.SimpleQueue[bytes | BaseException]] = {}
         self._is_closing = False
         self._start_lock, self._run_lock = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -143,6 +141,7 @@ class HostLink:
         # In the thread of the link from here on. Contributions of this rank that have no answer yet, by its key.
         self._own: dict[str, tuple[_Round, bytes]] = {}
         self._rounds: dict[str, _Round] = {}  # that this rank speaks for
+        self._is_asking = False  # True while the store has not answered the last request
         self._listening: socket.socket | None = None  # of a leader
         self._members: set[_Connection] = set()
         self._statuses: dict[_Connection, tuple[int, bytes]] = {}  # of members, by the rank
@@ -158,7 +157,6 @@ class HostLink:
         """Start the thread, unless it was started; return False if there can be none, or no file descriptor is free."""
         with self._start_lock, contextlib.suppress(RuntimeError, OSError):
             if self._thread is None:
-                _links.add(self)
                 self._wakers = self._wakers or _open_sockets(socket.socketpair)
                 thread = threading.Thread(target=self._run, name="dcp_remote-host", daemon=True)
                 thread.start()
@@ -178,45 +176,36 @@ class HostLink:
         """Send news to the members; see `News`."""
         self._order(partial(self._spread, ("news", self._rank, seconds, status, found)))
 
-    def begin(self, slots: str, parts: str, answer: str, data: bytes) -> bool:
+    def begin(self, series: str, answer: str, data: bytes) -> bool:
         """Contribute to a round; return False if this rank must speak for itself, as `start` says.
 
         Args:
-            slots: Key of the counter that numbers the parts of the round.
-            parts: Prefix of the parts: part n, a pickled dictionary of contributions by rank, is put at `<parts>/<n>`.
+            series: Series of the parts of the round; each is a pickled dictionary of contributions by rank.
             answer: Key of the answer.
             data: Contribution of this rank.
         """
         if not self.start():
             return False
-        self._awaited.add(answer)
-        self._order(partial(self._begin, _Round(slots, parts, answer), data))
+        self._awaited[answer] = queue.SimpleQueue()
+        self._order(partial(self._begin, _Round(series, answer), data))
         return True
 
-    def answer(self, key: str) -> bytes | None:
-        """Return the answer of a round that was begun, once; None as long as there is none.
+    def answer(self, key: str, seconds: float = 0.0) -> bytes | None:
+        """Wait some seconds for the answer of a round that was begun, and return it, once; None if it does not come.
 
         Raises:
             Exception: This rank speaks for its host or itself, and the store raised this; or the link's thread failed.
         """
-        while not self._arrived.empty():
-            self.wait(0.0)
-        found = self._answers.pop(key, self.failure)
-        if isinstance(found, Exception):
+        found: bytes | BaseException | None = self.failure
+        with contextlib.suppress(queue.Empty):
+            found = self._awaited[key].get(timeout=seconds)
+        if isinstance(found, BaseException):
             raise found
         return found
 
-    def wait(self, seconds: float) -> None:
-        """Wait for some seconds, or until an answer comes."""
-        with contextlib.suppress(queue.Empty):
-            key, found = self._arrived.get(timeout=seconds)
-            if key in self._awaited:
-                self._answers[key] = found
-
     def end(self, key: str) -> None:
         """Stop waiting for an answer that has not come."""
-        self._awaited.discard(key)
-        self._answers.pop(key, None)
+        self._awaited.pop(key, None)
         self._order(partial(self._end, key))
 
     def share(self, key: str, fetch: Callable[[], bytes]) -> bytes:
@@ -236,8 +225,6 @@ class HostLink:
             self._thread.join(_CLOSE_SECONDS)
         for waker in self._wakers:
             waker.close()
-        self._speaker.close()
-        _links.discard(self)
 
     def _order(self, action: Callable[[], None]) -> None:
         """Do something in the thread of the link; from any thread."""
@@ -259,7 +246,7 @@ class HostLink:
             while not self._is_closing:
                 while not self._orders.empty():
                     self._orders.get()()
-                self._put_parts()
+                self._ask_store()
                 self._ping()
                 if time.monotonic() >= self._wake_at:
                     self._wake_at = math.inf
@@ -277,7 +264,10 @@ class HostLink:
     def _pause(self) -> float | None:
         if self._wake_at < math.inf or any(one.contributions for one in self._rounds.values()):
             return _TICK_SECONDS
-        return _PING_SECONDS if self._rounds or (self._leader is not None and self._own) else None
+        pauses = [one.look_at - time.monotonic() for one in self._rounds.values() if not self._is_asking]
+        if self._leader is not None and self._own:
+            pauses.append(_PING_SECONDS)
+        return max(0.0, min(pauses)) if pauses else None
 
     def _join(self) -> None:
         """Bind the name, or connect to the process that has; where neither is possible this rank speaks for itself."""
@@ -362,7 +352,7 @@ class HostLink:
         """Send again what has no answer yet, but for what this rank speaks for already."""
         for key, (one, data) in self._own.items():
             if key not in self._rounds:
-                self._contribute(_Round(one.slots, one.parts, one.answer, is_again=True), data)
+                self._contribute(_Round(one.series, one.answer, is_again=True), data)
 
     def _end(self, key: str) -> None:
         self._own.pop(key, None)
@@ -431,23 +421,36 @@ class HostLink:
         """Take a contribution of a member, or of this rank (None), into the next part of its round."""
         known = self._rounds.setdefault(one.answer, one)
         if not known.contributions:
-            known.since, known.is_again = time.monotonic(), one.is_again
+            known.since = time.monotonic()
+        known.is_again |= one.is_again
         known.contributions[rank] = data
         known.sources.add(source)
 
-    def _put_parts(self) -> None:
-        """Put the parts to which all have contributed, or that have waited long enough."""
-        now, everyone = time.monotonic(), {None, *self._members}
+    def _ask_store(self) -> None:
+        """Put the parts to which all have contributed, or that have waited long enough, and look for answers."""
+        now, everyone, due = time.monotonic(), {None, *self._members}, list[tuple[_Round, dict[int, bytes]]]()
         has_settled = self._listening is None or now >= self._connected_at + _CONNECT_SECONDS
-        for one in self._rounds.values():
-            is_due = now >= one.since + _MERGE_SECONDS or (has_settled and one.sources >= everyone)
-            if one.contributions and is_due:
+        for one in self._rounds.values() if not self._is_asking else ():
+            is_whole = now >= one.since + _MERGE_SECONDS or (has_settled and one.sources >= everyone)
+            if one.contributions and is_whole:
+                due.append((one, one.contributions))
                 one.told |= one.contributions
-                try:
-                    self._speaker.put(one)
-                except RuntimeError as error:  # no thread can be started
-                    self._order(partial(self._finish, one.answer, error))
-                one.contributions = {}
+                one.contributions, one.pauses = {}, self._pauses(len(one.told))
+                one.look_at = now + next(one.pauses)
+            elif now >= one.look_at:
+                due.append((one, {}))
+                one.look_at = now + next(one.pauses)
+        if due:
+            self._is_asking = True
+            answer = self._request(partial(_put_and_look, due))
+            answer.add_done_callback(lambda answer: self._order(partial(self._hear_store, due, answer)))
+
+    def _hear_store(self, asked: Sequence[tuple[_Round, object]], answer: Future[dict[str, bytes]]) -> None:
+        self._is_asking = False
+        error = answer.exception()
+        found = answer.result() if error is None else {one.answer: error for one, _ in asked}
+        for key, data in found.items():
+            self._finish(key, data)
 
     def _ping(self) -> None:
         """Ask the leader for a sign of life as long as this rank waits for an answer; speak for it without one."""
@@ -455,7 +458,6 @@ class HostLink:
         if now < self._next_ping:
             return
         self._next_ping = now + _PING_SECONDS
-        self._speaker.look()
         if self._leader is not None and self._own and self._pings < _PINGS_MAX:
             self._pings += 1
             self._leader.send(("ping",))
@@ -471,22 +473,17 @@ class HostLink:
         )
         self._contribute_again()
 
-    def _finish(self, key: str, found: bytes | Exception | None) -> None:
+    def _finish(self, key: str, found: bytes | BaseException) -> None:
         """Hand an answer to all that wait for it; or an error of the store to this rank, which lets another lead."""
-        if found is None:  # the connection was lost, and parts may be
-            if one := self._rounds.get(key):
-                one.contributions, one.is_again = one.told | one.contributions, True
-            return
         if key in self._rounds or key in self._own:  # the answer may come twice, the second time in a later round
             self._documents.forget()
         if one := self._rounds.pop(key, None):
-            self._speaker.forget(key)
             for member in one.sources:
                 if member is not None and isinstance(found, bytes):
                     member.send(("answer", key, found))
-        if self._own.pop(key, None) is not None:
-            self._arrived.put((key, found))
-        if isinstance(found, Exception):
+        if self._own.pop(key, None) is not None and (awaited := self._awaited.get(key)) is not None:
+            awaited.put(found)
+        if isinstance(found, BaseException):
             logger.info("rank %d: another rank speaks for this host: %s", self._rank, found)
             self._stop_leading()
 
@@ -495,7 +492,6 @@ class HostLink:
             one.sources.discard(source)
             if not one.sources:
                 del self._rounds[key]
-                self._speaker.forget(key)
 
 
 @dataclass(slots=True)
@@ -503,24 +499,28 @@ class _Round:
     """Round of a collective operation, as its speaker knows it.
 
     Attributes:
-        slots: Key of the counter of parts.
-        parts: Prefix of the keys of parts.
+        series: Series of the parts.
         answer: Key of the answer.
         is_again: True if the same contributions may have been put, by an earlier speaker or over another connection.
         told: Contributions in the parts so far, by rank.
         contributions: Contributions that are in no part yet, by rank.
         since: Moment at which the first of them came.
         sources: Connections of the members that wait for the answer; None for this rank.
+        look_at: Moment of the next look for the answer; the first follows the first part.
+        pauses: Pauses between the looks after that.
+        client: Client over whose connection the parts were put last.
     """
 
-    slots: str
-    parts: str
+    series: str
     answer: str
     is_again: bool = False
     told: dict[int, bytes] = field(default_factory=dict)
     contributions: dict[int, bytes] = field(default_factory=dict)
     since: float = 0.0
     sources: set[_Connection | None] = field(default_factory=set)
+    look_at: float = math.inf
+    pauses: Iterator[float] = field(default_factory=lambda: iter(()))
+    client: Client | None = None
 
 
 class _Connection:
@@ -623,114 +623,25 @@ class _Connection:
             yield frame
 
 
-class _Speaker:
-    """Thread that puts parts into the store and polls for the answers; started by the first part.
+def _put_and_look(due: Sequence[tuple[_Round, dict[int, bytes]]], client: Client) -> dict[str, bytes]:
+    """Put the parts of rounds, look for the answers to rounds without a part, and return those found, by key.
 
-    Args:
-        connect: Returns a client of the store.
-        pauses: Returns the pauses between two looks for an answer, in seconds, by the number of ranks it is for.
-        deliver: Called with the key of an answer and the answer, or the error of the store; None if the connection was
-            lost, and the parts are to be put again.
+    In the thread of the heartbeat's requests, where another connection may be in use since the last time: what went
+    over the earlier one may be lost, so that all contributions are put again.
     """
-
-    def __init__(
-        self,
-        connect: Callable[[], Client],
-        pauses: Callable[[int], Iterator[float]],
-        deliver: Callable[[str, bytes | Exception | None], object],
-    ) -> None:
-        """Start nothing."""
-        self._connect = connect
-        self._pauses = pauses
-        self._deliver = deliver
-        self._client: Client | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        # Next look for each answer, and the pauses after it.
-        self._looks: dict[str, tuple[float, Iterator[float]]] = {}
-        # Looks from outside at the request under way, and their number beyond which the connection is silent. It is
-        # another for each host, or all hosts of a store that is slow would connect at once.
-        self._unanswered, self._unanswered_max = -math.inf, jitter(_PINGS_MAX, 2 * _PINGS_MAX)
-        self._broken_by: Exception | None = None  # error of the last connection, until one answers
-
-    def put(self, one: _Round) -> None:
-        """Put the next part of a round, and poll for the answer until it comes, or is forgotten."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="dcp_remote-host-store", daemon=True)
-            thread.start()
-            self._thread = thread
-        self._jobs.put(partial(self._put, one, one.contributions, self._pauses(len(one.told)), is_again=one.is_again))
-
-    def forget(self, answer: str) -> None:
-        """Poll for an answer no longer."""
-        self._jobs.put(lambda: self._looks.pop(answer, None) and None)
-
-    def look(self) -> None:
-        """Break a silent connection, later each time; called once a second, which a stopped process does not do."""
-        client, self._unanswered = self._client, self._unanswered + 1
-        if client is not None and self._unanswered > self._unanswered_max:
-            self._unanswered_max *= 2
-            client.shut_down()
-
-    def close(self) -> None:
-        """End the thread, which may wait for the store."""
-        self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join(_CLOSE_SECONDS)
-            client, self._client = self._client, None  # whose connection would last as long as this object
-            if self._thread.is_alive() and client is not None:
-                client.shut_down()
-
-    def _run(self) -> None:
-        while True:
-            due = min((due for due, _ in self._looks.values()), default=None)
-            job: Callable[[], None] | None = self._look
-            with contextlib.suppress(queue.Empty):
-                job = self._jobs.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
-            if job is None:
-                return
-            self._unanswered = 0
-            try:
-                job()
-            except Exception as error:  # noqa: BLE001  # raised where the answer is awaited
-                self._fail(error)
-            self._unanswered = -math.inf
-
-    def _fail(self, error: Exception) -> None:
-        """Open another connection for the parts, once there is a way to the host; give up if the store has ended."""
-        looks, self._looks, client, self._client = self._looks, {}, self._client, None
-        was_broken = self._broken_by is not None
-        if client is not None:
-            self._connect, self._broken_by = client.reopen, error
-        is_gone = self._broken_by is None or isinstance(error, ConnectionRefusedError)
-        is_lost = not is_gone and isinstance(error, (OSError, dist.DistNetworkError))
-        if is_lost and was_broken:
-            time.sleep(_PING_SECONDS)
-        for answer in looks:
-            self._deliver(answer, None if is_lost else self._broken_by or error)
-
-    def _put(self, one: _Round, part: dict[int, bytes], pauses: Iterator[float], *, is_again: bool) -> None:
-        self._looks[one.answer] = time.monotonic() + next(pauses), pauses
-        client = self._client = self._client or self._connect()
-        if not (is_again and client.has([one.answer])):
-            key = f"{one.parts}/{client.add(one.slots, 1)}"
-            self._unanswered = 0
-            client.put(key, pickle.dumps(part))
-            self._unanswered = 0
+    found = dict[str, bytes]()
+    for one, part in due:
+        is_other = one.client not in (None, client)
+        is_again = one.is_again or is_other
+        if (is_again or not part) and (data := client.get(one.answer)):
+            found[one.answer] = data
+        elif one.sources and (part or is_other):  # some rank has not left the round
+            one.client = client
+            key = series_key(one.series, client.add(one.series, 1))
+            client.put(key, pickle.dumps(one.told if is_other else part))
             if is_again and client.has([one.answer]):  # the round has ended, and the coordinator deletes no more
-                client.delete([key, one.slots], {one.slots: 0})
-
-    def _look(self) -> None:
-        assert self._client is not None, "it has put a part"
-        for answer, (due, pauses) in list(self._looks.items()):
-            if due <= time.monotonic():
-                self._looks[answer] = time.monotonic() + next(pauses), pauses
-                data = self._client.get(answer)
-                self._unanswered = 0
-                self._unanswered_max, self._broken_by = jitter(_PINGS_MAX, 2 * _PINGS_MAX), None
-                if data:
-                    del self._looks[answer]
-                    self._deliver(answer, data)
+                client.delete([key, one.series], {one.series: 0})
+    return found
 
 
 def _peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -758,13 +669,6 @@ def _close_inherited() -> None:
         one.close()
 
 
-def _close_all() -> None:
-    for link in list(_links):
-        link.close()
-
-
 _forking = threading.RLock()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_links: weakref.WeakSet[HostLink] = weakref.WeakSet()
 os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_inherited)
-atexit.register(_close_all)

@@ -91,7 +91,7 @@ class Incarnation:
                 client.put(_KEY, self._value)
                 # Of its own connection: it must not keep the host of the store alive, where that is this process.
                 sign = Heartbeat(open_connection(store), self._rank, beat_seconds=_SIGN_SECONDS)
-                sign.add_hook(lambda client: self._show_life(client, sign))
+                sign.hooks.append(lambda client: self._show_life(client, sign))
                 sign.start()
                 self._name, self._joined[name] = name, self
             return self._name

@@ -109,12 +109,6 @@ class Client:
                 if os.fstat(own.fileno()).st_ino == self._socket_inode:
                     own.shutdown(socket.SHUT_RDWR)
 
-    def reopen(self) -> Client:
-        """Return a client over another connection to the same store; raises OSError as `require_reachable` does."""
-        if (address := address_of(self._store)) is not None:
-            require_reachable(address)
-        return Client(self._store, self._on_answer)
-
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
         found = all(self._store.check(list(some_keys)) for some_keys in _slices(keys))

@@ -22,12 +22,9 @@ _LOOKS_PER_SECOND = 2000
 # With fewer ranks there is no rank but the coordinator that a rank could be linked to.
 _LINKED_RANKS_MIN = 3
 
-# Idle clients that are kept: of an operation, and of a question that is asked while the operation is under way.
-_IDLE_CLIENTS_MAX = 2
-
 
 class GroupMember:
-    """This rank as a member of its group: its heartbeat, idle clients of the store, and the keys to delete later.
+    """This rank as a member of its group: its heartbeat, an idle client of the store, and the keys to delete later.
 
     Args:
         rank: Rank of this process, within the group.
@@ -64,24 +61,24 @@ class GroupMember:
         self._link: HostLink | None = None
         self._lock = threading.Lock()
         self._is_closed = False
-        self._idle_clients: list[HelperClient] = []
+        self._idle_client: HelperClient | None = None
         self._leftovers: dict[str, int] = {}  # number of the operation, by key
         self._left_series: dict[str, int] = {}  # the same, by series
         self._answers: dict[str, int] = {}  # the same, by key
 
     def take_client(self) -> HelperClient:
-        """Return a client for the thread of an operation: an idle one, or another."""
+        """Return a client for the thread of an operation: the idle one, or another."""
         with self._lock:
-            client = self._idle_clients.pop() if self._idle_clients else None
+            client, self._idle_client = self._idle_client, None
         assert self.heartbeat is not None, "a single rank needs no store"
         return HelperClient(self.heartbeat.client) if client is None else client
 
     def return_client(self, client: HelperClient) -> None:
         """Keep a client for the next operation, or close it; no thread may be stuck in it."""
         with self._lock:
-            is_kept = len(self._idle_clients) < _IDLE_CLIENTS_MAX and not self._is_closed
+            is_kept = self._idle_client is None and not self._is_closed
             if is_kept:
-                self._idle_clients.append(client)
+                self._idle_client = client
         if not is_kept:
             client.close()
 
@@ -93,7 +90,7 @@ class GroupMember:
         with self._lock:
             name = self._link_name() if self.may_link and not self._is_closed else None
             if self._link is None and name is not None and self.heartbeat is not None:
-                self._link = HostLink(name, self.rank, self.heartbeat.client, self.polling_pauses, self.heartbeat.wake)
+                self._link = HostLink(name, self.rank, self.heartbeat.request, self.polling_pauses, self.heartbeat.wake)
             return None if self._link is None or self._link.failure is not None else self._link
 
     def polling_pauses(self, ranks: int = 1) -> Iterator[float]:
@@ -140,12 +137,12 @@ class GroupMember:
                     noted.pop(key, None)
 
     def close(self) -> None:
-        """Close the link and the idle clients, and keep none from now on."""
+        """Close the link and the idle client, and keep none from now on."""
         with self._lock:
             self._is_closed = True
-            clients, self._idle_clients = self._idle_clients, []
+            client, self._idle_client = self._idle_client, None
             link, self._link = self._link, None
         if link is not None:
             link.close()
-        for client in clients:
+        if client is not None:
             client.close()

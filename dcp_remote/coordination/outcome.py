@@ -89,7 +89,7 @@ class Cancelled:
 
 
 class Outcome:
-    """Outcome of a collective operation, as seen by one rank; from any thread.
+    """Outcome of a collective operation, as seen by one rank: what a `Collective` offers to any thread.
 
     Args:
         member: This rank as a member of the group.
@@ -103,7 +103,7 @@ class Outcome:
         keys: Keys of the operation, by the number known so far.
         phase: Phase of the operation.
         has_left: True once this rank takes no part any more.
-        cancelled: End of the operation by an error; None while the operation goes on.
+        ended: End of the operation by an error; None while the operation goes on.
         time_limit: Deadline that passes with time only.
         deadline: Deadline that also passes when the operation is cancelled, or no time is left for work.
     """
@@ -117,7 +117,7 @@ class Outcome:
         self.keys = keys
         self.phase = Phase.ARRIVING
         self.has_left = False
-        self.cancelled: Cancelled | None = None
+        self.ended: Cancelled | None = None
         self._member = member
         self._heartbeat = member.heartbeat
         self._on_renumber = on_renumber
@@ -142,9 +142,9 @@ class Outcome:
         return self.phase is Phase.COMMITTING
 
     @property
-    def error(self) -> DcpRemoteError | None:
-        """Error that cancelled the operation; None while it goes on."""
-        return None if self.cancelled is None else self.cancelled.error
+    def cancelled(self) -> DcpRemoteError | None:
+        """Error that cancelled the operation; None while the operation goes on."""
+        return None if self.ended is None else self.ended.error
 
     def meet(self) -> None:
         """Note that all ranks have met in a round."""
@@ -158,25 +158,29 @@ class Outcome:
             DcpRemoteError: The operation was cancelled already.
         """
         with self._lock:
-            if self.cancelled is not None:
-                raise self.cancelled.error
+            if self.ended is not None:
+                raise self.ended.error
             self.phase = Phase.COMMITTING
 
     def leave(self) -> DcpRemoteError | None:
         """Take no part any more; return the error that cancelled the operation before, if any. None can follow."""
         with self._lock:
             self.has_left = True
-            return self.error
+            return self.cancelled
 
     def wait(self, seconds: float) -> None:
         """Wait for some seconds, or until the operation is cancelled."""
         self._is_cancelled.wait(seconds)
 
     def check_time_and_store(self) -> None:
-        """Cancel the operation where it cannot go on; see `Collective.check_time_and_store`."""
+        """Cancel the operation if its deadline and the grace have passed, no time is left, or the store is silent.
+
+        From any thread, at any time; never touches the store. A thread that waits for another, which may be stuck in
+        the store, calls this twice a second.
+        """
         now = self._member.clock()
         asleep_seconds, self._looked_at = now - self._looked_at, now
-        if self.has_left or self.error is not None:
+        if self.has_left or self.cancelled is not None:
             return
         heartbeat, rank, terms = self._heartbeat, self._member.rank, self.terms
         elapsed_seconds = self.time_limit.elapsed_seconds()
@@ -199,10 +203,13 @@ class Outcome:
             self.end_without_store(heartbeat.gone)
 
     def raise_if_cancelled(self) -> None:
-        """Raise the error that cancelled the operation, or that cancels it now; see `check_time_and_store`."""
+        """Raise the error that cancelled the operation, or cancels it now; never touches the store.
+
+        For long work between two rounds.
+        """
         self.check_time_and_store()
-        if self.cancelled is not None:
-            raise self.cancelled.error
+        if self.ended is not None:
+            raise self.ended.error
 
     # ---- where the others are
 
@@ -371,9 +378,9 @@ class Outcome:
         with self._lock:
             if keys is not None and self.keys is not keys:
                 return False
-            if self.has_left or self.cancelled is not None or (self.is_committing and not even_in_commit):
+            if self.has_left or self.ended is not None or (self.is_committing and not even_in_commit):
                 return False
-            self.cancelled = cancelled
+            self.ended = cancelled
             self._is_cancelled.set()
             return True
 
@@ -407,7 +414,7 @@ class Outcome:
         if not isinstance(error, DcpRemoteError):
             return failed
         try:
-            process = {} if self._heartbeat is None else {"process": self._heartbeat.process}
+            process = {} if self._heartbeat is None else {"process": self._heartbeat.status.process}
             # All ranks raise this one by themselves, and it names the ranks whose states differ.
             same = error if isinstance(error, StateMismatchError) else error.with_details(rank=rank, **process)
             fits = survives_pickling(same) and len(pickle.dumps(same)) <= _ERROR_BYTES_MAX
@@ -432,13 +439,13 @@ class Outcome:
         if self._heartbeat is None:
             return str(rank)
         if rank == self._member.rank:
-            return f"{rank} ({self._heartbeat.process})"
+            return f"{rank} ({self._heartbeat.status.process})"
         status = self._heartbeat.last_known(rank)
         return f"{rank} ({status.process})" if status is not None and status.host else str(rank)
 
     def _last_activity(self, rank: int) -> str:
         if self._heartbeat is None or rank == self._member.rank:
-            return self.what if self._heartbeat is None else self._heartbeat.last_activity
+            return self.what if self._heartbeat is None else self._heartbeat.status.note
         status = self._heartbeat.last_known(rank)
         if status is None:
             return "no heartbeat yet"

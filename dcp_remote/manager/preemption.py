@@ -98,10 +98,8 @@ class Agreement:
         self._rank = rank
         self._world_size = world_size
         self._lock = threading.Lock()
-        # Last step since the last restore, -1 before the first; and the last moment before that restore.
         self._restores = 0
-        self._last_step = -1
-        self._last_before = _BEGINNING
+        self.last = _BEGINNING  # last moment for which `ask` was called
         # Moment at which this rank stops, of the last round that came to one.
         self._reached: Moment | None = None
         self.round = 1  # number of the round
@@ -133,23 +131,17 @@ class Agreement:
         """Ranks for which this one waits: on the coordinator those whose moments are missing, on others rank 0."""
         return [rank for rank in range(self._world_size) if rank not in self._moments] if self._rank == 0 else [0]
 
-    @property
-    def last(self) -> Moment:
-        """Last moment for which `ask` was called."""
-        with self._lock:
-            return self._last()
-
     def ask(self, step: int) -> bool | None:
         """Return whether this is the step decided on, or the first one after it. Called in the thread of training.
 
         None if that is not known yet: no rank may go on then.
         """
         with self._lock:
-            passed, now = self._last(), Moment(self._restores, step)
+            passed, now = self.last, Moment(self._restores, step)
             own = None if self._is_waiting_over or self.settled.is_set() else self._own
             if own is not None and now > own and now >= self._earliest:
                 return None
-            self._last_step = max(self._last_step, step)
+            self.last = max(passed, now)
             if self.decided is not None and passed < self.decided <= now:
                 self._reached = now
             return self._reached == now
@@ -168,15 +160,12 @@ class Agreement:
         harm. A decision that was made before still counts: then the next step is the one.
         """
         with self._lock:
-            self._last_before = self._last()
             self._restores += 1
-            self._last_step = -1
 
     def forget_restore(self) -> None:
         """Take back the last `count_restore`: the restore failed because not all ranks came to it."""
         with self._lock:
             self._restores -= 1
-            self._last_step = self._last_before.step if self._last_before.restores == self._restores else -1
 
     def stop_waiting(self) -> None:
         """Go on, whatever the others do: the store does not answer. A decision that comes in time still counts."""
@@ -213,7 +202,7 @@ class Agreement:
             with self._lock:
                 self._earliest = Moment.decode(asked)
                 if self._own is None:
-                    self._own = self._last()
+                    self._own = self.last
                 own = self._own
             own_key = self._key(f"at/{self._rank}")
             client.put(own_key, own.encode())
@@ -244,7 +233,7 @@ class Agreement:
     def _is_over(self) -> bool:
         """Return whether this rank stops at no later step because of this round, which is settled."""
         with self._lock:
-            return self.decided is None or self._last() >= self.decided
+            return self.decided is None or self.last >= self.decided
 
     def _key(self, name: str, number: int | None = None) -> str:
         return f"{self._name}/{number or self.round}/{name}"
@@ -254,9 +243,6 @@ class Agreement:
             if not self.settled.is_set():
                 self.decided = None if value == _NONE else Moment.decode(value)
                 self.settled.set()
-
-    def _last(self) -> Moment:
-        return Moment(self._restores, self._last_step) if self._last_step >= 0 else self._last_before
 
     def _decide(self, client: Client) -> None:
         keys = {self._key(f"at/{rank}"): rank for rank in range(self._world_size) if rank not in self._moments}
@@ -299,8 +285,8 @@ class Preemption:
         self._monitor = LivenessMonitor([])
         # Ranks that keep the others from a decision, with what is known of them, for the log.
         self._gone = ""
-        ranks.add_hook(self._exchange)
-        ranks.add_look(self._look)
+        ranks.hooks.append(self._exchange)
+        ranks.looks.append(self._look)
 
     def install(self) -> None:
         """Listen for SIGTERM, which from now on does not end this process; done once, however often it is called.
@@ -382,8 +368,8 @@ class Preemption:
 
     def close(self) -> None:
         """Stop listening: SIGTERM does what it did before."""
-        self._ranks.remove_hook(self._exchange)
-        self._ranks.remove_look(self._look)
+        self._ranks.hooks.remove(self._exchange)
+        self._ranks.looks.remove(self._look)
         SIGTERM.remove(self.record_signal)
 
     def _begin_notice(self, number: int) -> None:

@@ -90,7 +90,7 @@ class SaveSchedule:
         self._is_by_time = policy.every_seconds is not None
         self._saved_step: int | None = None
         if self._is_by_time:
-            ranks.add_hook(self._exchange)
+            ranks.hooks.append(self._exchange)
 
     def should_save(self, step: int, *, is_last: bool = False) -> bool:
         """Return whether to save at this step; False if this step was saved or restored last.
@@ -124,7 +124,8 @@ class SaveSchedule:
 
     def close(self) -> None:
         """Take no part in agreements any more."""
-        self._ranks.remove_hook(self._exchange)
+        if self._is_by_time:
+            self._ranks.hooks.remove(self._exchange)
 
     def _restart(self) -> None:
         self._due_seconds = self._clock() + self._every_seconds

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_remote.common.threads import HelperThread
-from dcp_remote.coordination.call_position import CallPosition, position_of
+from dcp_remote.coordination.call_position import position_of
 from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.messages import CollectiveKeys
 from dcp_remote.errors import SaveTimeoutError
@@ -240,7 +240,7 @@ def test_a_contribution_shows_that_a_rank_has_come() -> None:
                 assert ranks.heartbeat is not None
                 part = pickle.dumps({2: b""})
                 ranks.heartbeat.enqueue(
-                    lambda client: client.append(CollectiveKeys(collective.number, WHAT).parts(1), part)
+                    lambda client: client.append(CollectiveKeys(collective.keys.number, WHAT).parts(1), part)
                 )
                 return collective.gather(None, len)
 
@@ -258,9 +258,9 @@ def test_nobody_looks_where_training_is_unless_a_rank_waits(monkeypatch: pytest.
     """Between operations, and in one to which all come at once; after one that asked, nobody looks any more."""
     looked: list[str] = []
 
-    def look(thread: threading.Thread) -> CallPosition:
+    def look(thread: threading.Thread) -> tuple[str, bool]:
         looked.append(thread.name)
-        return CallPosition("evaluate (train.py:1)")
+        return "evaluate (train.py:1)", False
 
     def beat_on() -> None:
         beating = [ranks.heartbeat for ranks in them.ranks if ranks.heartbeat is not None]
@@ -309,9 +309,9 @@ def test_positions(monkeypatch: pytest.MonkeyPatch) -> None:
         thread = threading.Thread(target=evaluate, kwargs={"by_helper": by_helper})
         thread.start()
         assert arrived.wait(30)
-        found = position_of(thread)
-        assert found.where.startswith("evaluate (test_arrival.py:" if by_helper else "wait (test_arrival.py:")
-        assert found.is_calling == by_helper
+        where, is_calling = position_of(thread)
+        assert where.startswith("evaluate (test_arrival.py:" if by_helper else "wait (test_arrival.py:")
+        assert is_calling == by_helper
         go_on.set()
         thread.join(30)
-        assert position_of(thread) == CallPosition()
+        assert position_of(thread) == ("", False)

@@ -108,7 +108,7 @@ def test_operations_on_the_store(world_size: int, reading: int, monkeypatch: pyt
     read_verdicts, asked = Collective._read_verdicts, list[int]()
 
     def read_verdicts_noted(collective: Collective, client: Client) -> None:
-        asked.append(collective.number)
+        asked.append(collective.keys.number)
         read_verdicts(collective, client)
 
     monkeypatch.setattr(Collective, "_read_verdicts", read_verdicts_noted)
@@ -203,40 +203,12 @@ def test_ranks_that_can_have_no_link_ask_over_the_connections_of_their_heartbeat
     assert set(taken) == {0}
 
 
-def test_ranks_whose_links_cannot_speak_ask_over_the_connections_of_their_heartbeats(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No process of the host may start the thread that asks the store for all of its ranks.
-
-    Their requests wait for an answer: if the connection breaks, they are made again over the heartbeat's next.
-    """
-    start, refused = threading.Thread.start, list[threading.Thread]()
-    append, confirmed = Client.append, list[bool]()
-
-    def note(client: Client, series: str, value: bytes, *, is_confirmed: bool = False) -> None:
-        confirmed.append(is_confirmed)
-        append(client, series, value, is_confirmed=is_confirmed)
-
-    monkeypatch.setattr(Client, "append", note)
-
-    def start_unless_speaker(thread: threading.Thread) -> None:
-        if thread.name == "dcp_remote-host-store":
-            refused.append(thread)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_unless_speaker)
-    assert_two_operations_of_linked_ranks()
-    assert refused
-    assert confirmed
-    assert all(confirmed)
-
-
 @pytest.mark.parametrize("size_bytes", [1, 40_000])
 def test_a_linked_rank_has_one_connection(size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts of four ranks: their heartbeats', one for each host and the coordinator's, with answers in blocks too.
+    """Two hosts of four ranks: their heartbeats' and the coordinator's, with answers in blocks too.
 
-    A rank that comes late to an operation that was given up without it has none more for its look at the verdict.
+    A rank that comes late to an operation that was given up without it has none more for its look at the verdict, nor
+    has a rank for a question to the coordinator.
     """
     opened, connect = list[dist.Store](), key_value.open_connection
 
@@ -253,13 +225,17 @@ def test_a_linked_rank_has_one_connection(size_bytes: int, monkeypatch: pytest.M
             collective.gather(None, len)
             return len(collective.scatter(b"x" * size_bytes, lambda values: [value[:] + b"y" for value in values]))
 
+    def ask(ranks: RankGroup) -> bool:
+        return ranks.ask_coordinator("q", lambda: True, seconds=30.0, left_seconds=lambda: 30.0)
+
     with rank_threads(8) as them:
         assert [result.value for result in them.run(part)] == [size_bytes + 1] * 8
-        assert len(opened) == 8 + 2 + 1
+        assert len(opened) == 8 + 1
         early = [*range(7)]
         assert all("has not called" in error for error in errors(them.run(part, ranks=early)))
         assert [result.value for result in them.run(lambda ranks: part(ranks, "another"))] == [size_bytes + 1] * 8
-        assert len(opened) == 8 + 2 + 1
+        assert [result.value for result in them.run(ask)] == [True] * 8
+        assert len(opened) == 8 + 1
 
 
 def test_a_rank_that_comes_late_to_its_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_a_rank_that_waits_looks_for_a_verdict_only_if_one_is_announced() -> Non
     try:
         failing = join(coordinator)
         waiting = join(one)
-        one.add_hook(lambda _client: counts.append(store.operations))
+        one.hooks.append(lambda _client: counts.append(store.operations))
         wait_until(lambda: len(counts) > 14)
         assert counts[13] - counts[3] == 20
         with pytest.raises(ValueError, match="boo"), failing:

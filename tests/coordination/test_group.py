@@ -17,6 +17,7 @@ from dcp_remote.coordination.group import RankGroup
 from dcp_remote.coordination.heartbeat import RankStatus
 from dcp_remote.coordination.key_value import Client
 from dcp_remote.coordination.messages import CollectiveKeys
+from dcp_remote.coordination.outcome import Cancelled
 from dcp_remote.errors import InvalidArgumentError, SaveFailedError
 from tests.support.rank_threads import (
     WHAT,
@@ -42,7 +43,7 @@ def test_one_thing_at_a_time() -> None:
     first = join(ranks)
     with pytest.raises(InvalidArgumentError, match="under way"):
         join(ranks, "another")
-    first.cancel(SaveFailedError("No."))
+    first.cancel(Cancelled(SaveFailedError("No.")))
     with join(ranks, "another"):
         assert Ended(lambda: first.gather(1, len)).error is first.cancelled
     ranks.close()

@@ -152,7 +152,7 @@ def test_a_heartbeat_costs_two_operations() -> None:
     Client(store.store).put("beat/0", RankStatus(1).encode())
     counts: list[int] = []
     one = Heartbeat(store, 3, beat_seconds=0.02)  # type: ignore[arg-type]
-    one.add_hook(lambda _client: counts.append(store.operations))
+    one.hooks.append(lambda _client: counts.append(store.operations))
     one.start()
     try:
         one.enter(1, "a save", [0])
@@ -249,7 +249,7 @@ def test_a_watcher_that_was_suspended_finds_no_silent_rank() -> None:
 
     one = Heartbeat(store, 0, beat_seconds=0.02, clock=clock).start()
     try:
-        one.add_hook(stand)
+        one.hooks.append(stand)
         client.put("beat/1", RankStatus(0).encode())
         one.enter(1, "a save", [1])
         assert stands.wait(30)
@@ -257,7 +257,7 @@ def test_a_watcher_that_was_suspended_finds_no_silent_rank() -> None:
         go_on.set()
         wait_until(lambda: heard)
         assert heard[0] == {}
-        one.add_hook(beat)
+        one.hooks.append(beat)
     finally:
         one.close()
 
@@ -275,8 +275,8 @@ def test_a_hook_that_fails_is_logged_once_and_the_heartbeat_goes_on(caplog: pyte
         count = next(calls)
 
     with caplog.at_level(logging.ERROR), heartbeats(1) as (one,):
-        one.add_hook(fail)
-        one.add_hook(go_on)
+        one.hooks.append(fail)
+        one.hooks.append(go_on)
         wait_until(lambda: count > 5)
         text[0] = "never"
         before = count
@@ -434,7 +434,7 @@ one, busy, stuck, closed = (
     for name in ("one", "busy", "stuck", "closed")
 )
 busy.enter(1, "a save", range(1000))
-stuck.add_hook(lambda client: time.sleep(1e6))
+stuck.hooks.append(lambda client: time.sleep(1e6))
 closed.close()
 del store
 time.sleep(0.2)

@@ -35,7 +35,7 @@ class Rank:
         self._store = CountingStore(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
         self._looks: list[bytes] = []
         self.heartbeat = Heartbeat(self._store, rank, beat_seconds=0.05, link=lambda: self.link)  # type: ignore[arg-type]
-        self.link = HostLink(name, rank, self.heartbeat.client, lambda _: iter(()), self.heartbeat.wake)
+        self.link = HostLink(name, rank, self.heartbeat.request, lambda _: iter(()), self.heartbeat.wake)
         self.heartbeat.start()
 
     def operations(self) -> int:
@@ -65,7 +65,7 @@ class Rank:
 
     def look_for(self, key: str) -> None:
         """Look for a key with each heartbeat."""
-        self.heartbeat.add_hook(lambda client: self._looks.append(self.heartbeat.find(client, key)))
+        self.heartbeat.hooks.append(lambda client: self._looks.append(self.heartbeat.find(client, key)))
 
     def found(self) -> bytes:
         return self._looks[-1] if self._looks else b""
@@ -439,7 +439,7 @@ def test_ranks_wait_for_news_as_long_as_the_store_is_slow(slow_seconds: float, e
     link, clock, store = OthersFollow(), Clock(), dist.HashStore()
     one = Heartbeat(store, 5, beat_seconds=16.0, link=lambda: link, clock=clock)  # type: ignore[arg-type, return-value]
     one._count_interval = lambda _ranks: 2.0  # type: ignore[method-assign, assignment]
-    one.add_hook(lambda _client: setattr(clock, "now", clock.now + slow_seconds))
+    one.hooks.append(lambda _client: setattr(clock, "now", clock.now + slow_seconds))
     one._beat(Client(store))
     assert link.spread_seconds == [expected]
 

@@ -13,8 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from dcp_remote.common.deadline import RetryPolicy
 from dcp_remote.coordination import host_documents, host_link
-from dcp_remote.coordination.host_link import HostLink, _Speaker
+from dcp_remote.coordination.heartbeat import Heartbeat
+from dcp_remote.coordination.host_link import HostLink
 from dcp_remote.coordination.key_value import Client
 from tests.support.rank_pool import start_process
 from tests.support.rank_threads import wait_until
@@ -34,6 +35,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 T = TypeVar("T")
 
 
+def make_link(name: str, rank: int, heartbeat: Heartbeat) -> HostLink:
+    return HostLink(name, rank, heartbeat.request, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+
+
 class Rank:
     """Rank with a link, for a process that calls its methods."""
 
@@ -41,7 +46,7 @@ class Rank:
         if user is not None:
             os.setuid(user)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        self.link = HostLink(name, rank, lambda: Client(store), lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+        self.link = make_link(name, rank, Heartbeat(store, rank).start())
         self.documents: dict[str, bytes | None] = {}
         self.from_leader: list[bytes] = []
         hear = self.link._hear_leader
@@ -55,14 +60,13 @@ class Rank:
         self.fetching = set[str]()
 
     def begin(self, number: int, data: bytes) -> None:
-        self.link.begin(f"{number}/slots", f"{number}/in", f"{number}/out", data)
+        self.link.begin(f"{number}/in", f"{number}/out", data)
 
     def answer(self, number: int) -> bytes:
         found: list[bytes] = []
 
         def has_come() -> bool:
-            self.link.wait(0.01)
-            answer = self.link.answer(f"{number}/out")
+            answer = self.link.answer(f"{number}/out", 0.01)
             if answer is not None:
                 found.append(answer)
             return bool(found)
@@ -226,6 +230,11 @@ class Host:
         self.client = Client(self._store)
         self.name = f"test-{os.getpid()}-{self._store.port}"
         self.processes: list[Process] = []
+        self.heartbeat = Heartbeat(self._store, 9).start()
+
+    def make_link(self, rank: int) -> HostLink:
+        """Return a link of this process."""
+        return make_link(self.name, rank, self.heartbeat)
 
     def start(self, *ranks: int, **options: Any) -> list[Process]:
         started = [Process(self._store.port, self.name, rank, **options) for rank in ranks]
@@ -251,7 +260,7 @@ class Host:
 
     def parts(self, number: int) -> list[dict[int, bytes]]:
         """Return the parts of a round that are there now."""
-        keys = [f"{number}/in/{slot}" for slot in range(1, self.client.add(f"{number}/slots", 0) + 1)]
+        keys = [f"{number}/in/{slot}" for slot in range(1, self.client.add(f"{number}/in", 0) + 1)]
         return [pickle.loads(data) for data in self.client.get_many(sorted(self.client.present(keys)))]
 
     def collect(self, number: int, count: int) -> dict[int, bytes]:
@@ -272,6 +281,7 @@ def host() -> Iterator[Host]:
     try:
         yield host
     finally:
+        host.heartbeat.close()
         for one in host.processes:
             one.kill()
 
@@ -333,12 +343,12 @@ def test_a_leader_that_is_killed_is_followed_by_another(host: Host, is_put: bool
     assert host.collect(1, 3) == dict.fromkeys((2, 3, 4), b"data")
     wait_until(lambda: sum(one.call(Rank.leads) for one in others) == 1)
     host.finish(1, b"answer", others)
-    slots = host.client.add("1/slots", 0)
+    slots = host.client.add("1/in", 0)
     for one in others:
         one.call(Rank.begin, 2, b"")
     host.collect(2, 3)
     host.finish(2, b"answer", others)
-    assert host.client.add("1/slots", 0) == slots
+    assert host.client.add("1/in", 0) == slots
 
 
 def test_a_leader_that_is_killed_after_the_answer_came_costs_no_part(host: Host) -> None:
@@ -348,10 +358,10 @@ def test_a_leader_that_is_killed_after_the_answer_came_costs_no_part(host: Host)
     host.collect(1, 1)
     leader.signal(signal.SIGSTOP)
     host.client.put("1/out", b"answer")
-    slots = host.client.add("1/slots", 0)
+    slots = host.client.add("1/in", 0)
     leader.kill()
     assert other.call(Rank.answer, 1) == b"answer"
-    assert host.client.add("1/slots", 0) == slots
+    assert host.client.add("1/in", 0) == slots
 
 
 def test_a_leader_that_closes_is_followed_by_another(host: Host) -> None:
@@ -420,7 +430,7 @@ def test_values_of_many_mebibytes(host: Host) -> None:
 def test_connections_of_others_change_nothing(host: Host) -> None:
     """A process connects and says nothing, breaks off in the middle of a frame, or sends none, or one of its own."""
     leader, other = host.link(1, 2)
-    address = HostLink(host.name, 0, lambda: host.client, lambda _: iter(()))._address
+    address = host.make_link(0)._address
     forged = pickle.dumps(("end", "1/out"))
     seal = hmac.digest(address, forged, "sha256")
     sent = (b"", b"\0\0\0\0\0\0\1\0half", b"\xff" * 100, len(forged).to_bytes(8, "big") + seal + forged)
@@ -459,12 +469,9 @@ def test_a_process_of_another_user_is_no_member(host: Host) -> None:
 def test_a_system_without_abstract_sockets_has_no_links(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank puts a part of its own."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    links = [
-        HostLink(host.name, rank, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
-        for rank in (1, 2)
-    ]
+    links = [host.make_link(rank) for rank in (1, 2)]
     for link in links:
-        link.begin("1/slots", "1/in", "1/out", b"data")
+        link.begin("1/in", "1/out", b"data")
     host.collect(1, 2)
     assert sorted(map(len, host.parts(1))) == [1, 1]
     for link in links:
@@ -476,14 +483,14 @@ def test_a_rank_without_threads_or_descriptors_speaks_for_itself(
     host: Host, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     """The next round goes through the link, if the process may start one by then."""
-    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    link = host.make_link(1)
     with monkeypatch.context() as patch:
         if lacking == "threads":
             patch.setattr(threading.Thread, "start", no_thread)
         else:
             patch.setattr(socket, "socketpair", too_many_files)
-        assert not link.begin("1/slots", "1/in", "1/out", b"data")
-    assert link.begin("2/slots", "2/in", "2/out", b"data")
+        assert not link.begin("1/in", "1/out", b"data")
+    assert link.begin("2/in", "2/out", b"data")
     host.collect(2, 1)
     host.finish(2, b"answer", [])
     wait_until(lambda: link.answer("2/out") == b"answer")
@@ -496,7 +503,7 @@ def test_a_rank_without_descriptors_for_a_moment_is_linked_afterwards(
 ) -> None:
     """Neither the name can be bound nor the leader be reached at first."""
     (leader,) = host.link(1)
-    link = HostLink(host.name, 2, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    link = host.make_link(2)
     make, failed = host_link._open_sockets, list[int]()
 
     def open_later(opened: Callable[[], tuple[socket.socket, ...]]) -> tuple[socket.socket, ...]:
@@ -514,18 +521,18 @@ def test_a_rank_without_descriptors_for_a_moment_is_linked_afterwards(
 
 def test_an_answer_that_comes_after_its_round_was_left_is_not_kept(host: Host) -> None:
     """An operation was cancelled; its answer comes before the link has forgotten the round."""
-    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    link = host.make_link(1)
     for number in (1, 2):
-        link.begin(f"{number}/slots", f"{number}/in", f"{number}/out", b"data")
+        link.begin(f"{number}/in", f"{number}/out", b"data")
     host.collect(1, 1)
     host.collect(2, 1)
     link._end = lambda _key: None  # type: ignore[method-assign, assignment]
     link.end("1/out")
     host.client.put("1/out", b"late")
-    wait_until(lambda: not link._arrived.empty())
+    wait_until(lambda: "1/out" not in link._own)
     host.client.put("2/out", b"answer")
     wait_until(lambda: link.answer("2/out") == b"answer")
-    assert link._answers == {}
+    assert [*link._awaited] == ["2/out"]
     link.close()
 
 
@@ -542,16 +549,20 @@ def test_an_urgent_status_goes_behind_what_the_leader_has_not_taken(host: Host) 
 
 def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host) -> None:
     """The rank that speaks raises the error; another becomes the leader, and in the next round also speaks for it."""
-    failing = HostLink(host.name, 1, lambda: _raise(dist.DistNetworkError("gone")), lambda _: iter([0.01] * 1000))
-    failing.begin("1/slots", "1/in", "1/out", b"data")
-    wait_until(lambda: not failing._arrived.empty())
+    failing = host.make_link(1)
+    gone = Future[dict[str, bytes]]()
+    gone.set_exception(dist.DistNetworkError("gone"))
+    failing._request = lambda _request: gone
+    failing.begin("1/in", "1/out", b"data")
+    wait_until(failing._awaited["1/out"].qsize)
     (other,) = host.start(2)
     other.call(Rank.begin, 1, b"data")
     with pytest.raises(dist.DistNetworkError, match="gone"):
         wait_until(lambda: failing.answer("1/out"))
     host.collect(1, 1)
     host.finish(1, b"answer", [other])
-    failing.begin("2/slots", "2/in", "2/out", b"data")
+    failing._request = host.heartbeat.request
+    failing.begin("2/in", "2/out", b"data")
     assert host.collect(2, 1) == {1: b"data"}
     host.client.put("2/out", b"answer")
     wait_until(lambda: failing.answer("2/out") == b"answer")
@@ -562,7 +573,7 @@ def test_an_error_of_the_store_is_raised_where_the_answer_is_awaited(host: Host)
 def test_a_frame_that_is_lost_is_sent_again(host: Host, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel has no memory for a frame of a member, which connects again."""
     host.link(1)
-    link = HostLink(host.name, 2, lambda: host.client, lambda _: iter([0.01] * 1000))
+    link = host.make_link(2)
     link.start()
     wait_until(lambda: link._leader is not None)
     assert link._leader is not None
@@ -575,7 +586,7 @@ def test_a_frame_that_is_lost_is_sent_again(host: Host, number: int, monkeypatch
         return send(one, data)
 
     monkeypatch.setattr(socket.socket, "send", send_later)
-    link.begin("1/slots", "1/in", "1/out", b"data")
+    link.begin("1/in", "1/out", b"data")
     assert host.collect(1, 1) == {2: b"data"}
     host.client.put("1/out", b"answer")
     wait_until(lambda: link.answer("1/out") == b"answer")
@@ -593,8 +604,8 @@ def assert_speaks_for_itself(host: Host, link: HostLink) -> None:
 
 def test_a_sandbox_that_does_not_tell_who_connects(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that cannot know a member refuses it; both go on, each for itself."""
-    link = HostLink(host.name, 1, lambda: host.client, lambda _: iter([0.01] * 1000))
-    link.begin("0/slots", "0/in", "0/out", b"")
+    link = host.make_link(1)
+    link.begin("0/in", "0/out", b"")
     wait_until(lambda: link._listening is not None)
     monkeypatch.setattr(host_link, "_peer_of", too_many_files)
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -606,13 +617,13 @@ def test_a_sandbox_that_does_not_tell_who_connects(host: Host, monkeypatch: pyte
 
 def test_a_leader_that_refuses_this_rank(host: Host) -> None:
     """A process that has taken the name ends each connection: after many of them this rank speaks for itself."""
-    link = HostLink(host.name, 1, lambda: host.client, lambda _: iter([0.01] * 1000))
+    link = host.make_link(1)
     refused = 0
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(link._address)
         stranger.listen()
         stranger.settimeout(30)
-        link.begin("0/slots", "0/in", "0/out", b"")
+        link.begin("0/in", "0/out", b"")
         while link._may_join:
             with contextlib.suppress(TimeoutError):
                 stranger.accept()[0].close()
@@ -623,25 +634,22 @@ def test_a_leader_that_refuses_this_rank(host: Host) -> None:
 
 
 def test_closing_does_not_wait_for_a_store_that_does_not_answer(host: Host) -> None:
-    """Close a link that never began, one that waits for an answer, and one that waits for the store."""
+    """Close a link that never began, and one whose request has no answer: its thread ends."""
+    links = [host.make_link(1), host.make_link(2)]
+    asked: list[object] = []
 
-    def stuck() -> Client:
-        time.sleep(60)
-        return host.client
+    def ask_in_vain(request: object) -> Future[dict[str, bytes]]:
+        asked.append(request)
+        return Future()
 
-    links = [
-        HostLink(f"{host.name}-{number}", 1, connect, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
-        for number, connect in enumerate([lambda: host.client, lambda: host.client, stuck])
-    ]
-    for link in links[1:]:
-        link.begin("1/slots", "1/in", "1/out", b"data")
-    host.collect(1, 1)
-    wait_until(lambda: links[2]._speaker._thread is not None)
+    links[1]._request = ask_in_vain
+    links[1].begin("1/in", "1/out", b"data")
+    wait_until(lambda: asked)
     for link in links:
         link.close()
-    thread = links[2]._speaker._thread
+    thread = links[1]._thread
     assert thread is not None
-    assert thread.is_alive()
+    wait_until(lambda: not thread.is_alive())
 
 
 def too_many_files(*_arguments: object) -> None:
@@ -652,14 +660,15 @@ def no_thread(*_arguments: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_link_that_failed_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_failed_says_so(host: Host) -> None:
     """A defect ends the thread of the link: the round ends, and so does the link."""
-    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
-    monkeypatch.setattr(_Speaker, "put", too_many_files)
-    link.begin("1/slots", "1/in", "1/out", b"data")
+    link = host.make_link(1)
+    link._request = too_many_files  # type: ignore[assignment]
+    link.begin("1/in", "1/out", b"data")
     wait_until(lambda: link.failure is not None)
     with pytest.raises(OSError, match="Too many"):
         link.answer("1/out")
+    link.begin("2/in", "2/out", b"data")
     with pytest.raises(OSError, match="Too many"):
         link.answer("2/out")
     link.close()
@@ -673,12 +682,12 @@ def test_an_interrupt_while_the_thread_starts(host: Host, monkeypatch: pytest.Mo
         start(thread)
         raise KeyboardInterrupt
 
-    link = HostLink(host.name, 1, lambda: host.client, lambda _: RetryPolicy(0.005, 0.05).growing_delays())
+    link = host.make_link(1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            link.begin("1/slots", "1/in", "1/out", b"data")
-    link.begin("2/slots", "2/in", "2/out", b"data")
+            link.begin("1/in", "1/out", b"data")
+    link.begin("2/in", "2/out", b"data")
     host.collect(2, 1)
     host.finish(2, b"answer", [])
     wait_until(lambda: link.answer("2/out") == b"answer")
@@ -686,23 +695,17 @@ def test_an_interrupt_while_the_thread_starts(host: Host, monkeypatch: pytest.Mo
 
 
 def test_a_process_that_never_closed_ends_quietly() -> None:
-    """An interpreter with a link that waits for an answer, and one that waits for the store, ends with status 0."""
+    """An interpreter with a link that waits for an answer ends with status 0."""
     code = """
 import time
 import torch.distributed as dist
+from dcp_remote.coordination.heartbeat import Heartbeat
 from dcp_remote.coordination.host_link import HostLink
-from dcp_remote.coordination.key_value import Client
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-def stuck():
-    Client(store)._store.wait(["never"])
-for connect in (lambda: Client(store), stuck):
-    link = HostLink(f"quiet-{store.port}-{connect}", 1, connect, lambda _: iter([0.001] * 100000))
-    link.begin("slots", "parts", "answer", b"data")
+heartbeat = Heartbeat(store, 1).start()
+link = HostLink(f"quiet-{store.port}", 1, heartbeat.request, lambda _: iter([0.001] * 100000))
+link.begin("parts", "answer", b"data")
 time.sleep(0.3)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def _raise(error: Exception) -> Client:
-    raise error

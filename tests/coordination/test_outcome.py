@@ -209,7 +209,7 @@ def test_commit_phase_and_cancellation_exclude_each_other() -> None:
 
         def cancel(collective: Collective = collective, start: threading.Barrier = start) -> None:
             start.wait(30)
-            collective.cancel(SaveFailedError("No."))
+            collective.cancel(Cancelled(SaveFailedError("No.")))
 
         thread = threading.Thread(target=cancel)
         thread.start()
@@ -353,8 +353,7 @@ def test_a_verdict_that_is_read_while_another_thread_goes_on(monkeypatch: pytest
     store = dist.HashStore()
     ranks = RankGroup(0, 2, store, beat_seconds=60.0)
     try:
-        with join(ranks) as collective:
-            outcome = collective._outcome
+        with join(ranks) as outcome:
             verdict = Verdict(frozenset({"the save of step 0"}), "Over.", b"", Commit.NEVER, is_unattended=False)
             Client(store).put("1/failed", pickle.dumps(verdict))
 
@@ -366,7 +365,7 @@ def test_a_verdict_that_is_read_while_another_thread_goes_on(monkeypatch: pytest
                     return data
 
             assert outcome.read_verdict(SlowClient(store))
-            assert (outcome.error, outcome.keys.number) == (None, 2)
+            assert (outcome.cancelled, outcome.keys.number) == (None, 2)
     finally:
         ranks.close()
 
@@ -381,7 +380,7 @@ def test_the_next_operation_has_the_same_name(monkeypatch: pytest.MonkeyPatch) -
             heartbeat, beats = outcome._heartbeat, threading.Semaphore(0)
             assert heartbeat is not None, "each of two ranks has one"
             wait_until(lambda: (status := heartbeat.last(0)) is not None and status.operation == 2)
-            heartbeat.add_hook(lambda _: beats.release())
+            heartbeat.hooks.append(lambda _: beats.release())
             assert all(beats.acquire(timeout=30) for _ in range(3))
         wait(outcome, seconds)
 

@@ -198,6 +198,18 @@ def test_errors_of_a_request_that_the_heartbeat_makes() -> None:
     assert heartbeat.gone is None
 
 
+def test_requests_of_a_heartbeat_that_has_ended() -> None:
+    """One that it never came to, and one that is made afterwards, are errors, for which nobody waits."""
+    heartbeat = Heartbeat(dist.HashStore(), 1, beat_seconds=60.0)
+    answers = [heartbeat.request(lambda client: client.get("key"))]
+    heartbeat.close()
+    heartbeat.start()
+    wait_until(answers[0].done)
+    answers.append(heartbeat.request(lambda client: client.get("key")))
+    for answer in answers:
+        assert isinstance(answer.exception(timeout=0.0), dist.DistNetworkError)
+
+
 def test_a_heartbeat_that_is_closed_as_it_begins() -> None:
     """The thread has seen that it may go on, and is closed before it does: it waits for no further heartbeat."""
 

@@ -141,7 +141,7 @@ def restore(path: Path, kind: str, trouble: str, victim: int, budget_bytes: int)
     ):
         ending = ended(partial(manager.restore, state))
         left = {thread.name for thread in set(threading.enumerate()) - threads}
-        assert left <= {f"dcp_remote-{name}" for name in ("heartbeat", "store_0", "host", "host-store")}, left
+        assert left <= {f"dcp_remote-{name}" for name in ("heartbeat", "store_0", "host")}, left
         report = manager.last_load
     if ending is None:
         assert equal(local(state), local(state_of(kind, filled=True)))

@@ -385,7 +385,7 @@ def wait_for_heartbeats(groups: Sequence[RankGroup]) -> None:
         beats = [threading.Semaphore(0) for _ in groups]
         for group, beat in zip(groups, beats, strict=True):
             assert group.heartbeat is not None
-            group.heartbeat.add_hook(lambda _, beat=beat: beat.release())  # type: ignore[misc]  # mypy infers no default
+            group.heartbeat.hooks.append(lambda _, beat=beat: beat.release())  # type: ignore[misc]  # mypy infers no default
         assert all(beat.acquire(timeout=30) for beat in beats for _ in range(2))
 
 

@@ -232,7 +232,7 @@ def test_a_rank_that_hears_of_no_end(ranks: Ranks, monkeypatch: pytest.MonkeyPat
 
     def commit_when_it_is_over(self: Coordinator, collective: Collective, *arguments: Any) -> Any:
         while collective.cancelled is None:
-            collective._outcome.wait(1.0)
+            collective.wait(1.0)
         return commit(self, collective, *arguments)
 
     with monkeypatch.context() as patch:

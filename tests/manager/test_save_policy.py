@@ -194,15 +194,15 @@ def test_a_step_far_ahead_makes_no_rank_wait() -> None:
 def test_steps_ask_the_store_nothing() -> None:
     """Each call is answered by what this rank knows; a policy without seconds adds nothing to a heartbeat either."""
     with rank_threads(2, beat_seconds=0.01) as them:
-        hooks = list(them.ranks[0]._hooks)
+        hooks = list(them.ranks[0].hooks)
         by_number = SaveSchedule(SavePolicy(every_steps=10), them.ranks[0])
-        assert them.ranks[0]._hooks == hooks
+        assert them.ranks[0].hooks == hooks
         by_time = SaveSchedule(SavePolicy(every_seconds=3600), them.ranks[0])
         with held(them.ranks[0]):
             assert sum(by_number.should_save(step) for step in range(1000)) == 99
             assert not any(by_time.should_save(step) for step in range(1000))
         by_time.close()
-        assert them.ranks[0]._hooks == hooks
+        assert them.ranks[0].hooks == hooks
 
 
 def test_ranks_that_cannot_agree_leave_a_save_out(
