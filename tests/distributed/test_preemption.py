@@ -355,7 +355,7 @@ def test_ranks_that_cannot_agree_stop_without_a_save(caplog: pytest.LogCaptureFi
     texts = warnings_of(caplog)
     assert len(texts) == 3
     (first,) = [text for text in texts if text.startswith("rank 0")]
-    assert f"there is no answer of rank 2 ({them.ranks[2].heartbeat.process})" in first  # type: ignore[union-attr]
+    assert f"there is no answer of rank 2 ({them.ranks[2].heartbeat.status.process})" in first  # type: ignore[union-attr]
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up_for_ever(
@@ -433,7 +433,7 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(lost: int, caplog: py
                     assert not preemptions[rank].reached(2)
                     assert preemptions[rank].must_stop
             text = "\n".join(warnings_of(caplog))
-            process = them.ranks[lost].heartbeat.process  # type: ignore[union-attr]
+            process = them.ranks[lost].heartbeat.status.process  # type: ignore[union-attr]
             assert f"rank {lost} ({process}) has {'left' if is_closed else 'been silent for 1'}" in text
 
 
