@@ -33,6 +33,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dcp_remote.common.text import join_some
@@ -368,8 +369,9 @@ class Preemption:
 
     def close(self) -> None:
         """Stop listening: SIGTERM does what it did before."""
-        self._ranks.hooks.remove(self._exchange)
-        self._ranks.looks.remove(self._look)
+        with suppress(ValueError):  # closed before
+            self._ranks.hooks.remove(self._exchange)
+            self._ranks.looks.remove(self._look)
         SIGTERM.remove(self.record_signal)
 
     def _begin_notice(self, number: int) -> None:

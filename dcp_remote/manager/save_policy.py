@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dcp_remote.coordination.group import RankGroup
@@ -124,7 +125,7 @@ class SaveSchedule:
 
     def close(self) -> None:
         """Take no part in agreements any more."""
-        if self._is_by_time:
+        with suppress(ValueError):  # no rule goes by time, or closed before
             self._ranks.hooks.remove(self._exchange)
 
     def _restart(self) -> None:
