@@ -32,7 +32,7 @@ from dcp_remote import Opaque, is_remote, open_run, refused_values
 from dcp_remote.errors import InvalidArgumentError, UnsafeObjectError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.deepspeed_state import EngineState, engine_state, require_supported
-from dcp_remote.integrations.entries import keep_used
+from dcp_remote.integrations.entries import keep_only
 from dcp_remote.integrations.folders import RemoteFolders, name_of
 from dcp_remote.integrations.runs import framework_words
 from dcp_remote.integrations.wrappers import replaces
@@ -195,7 +195,7 @@ class _Attachment:
             state,
             int(tag) if tag is not None and tag.isdecimal() else tag,
             # Keys that are not asked for, such as `optim`, or `files` of a Trainer, are left out without a warning.
-            rename=keep_used(state),
+            rename=keep_only(state),
             unexpected="ignore",
             dtype="convert",
             # Weights alone are taken from another run, or from an older step, without going back to it.

@@ -191,10 +191,6 @@ class EngineState:
         self.is_setting_counters = True
         self.has_counters = False
 
-    def takes(self, name: str) -> bool:
-        """Return whether a restore has a use for an entry; fields of a loss scaler only count for a dynamic one."""
-        return not name.startswith("deepspeed.loss_scaler.") or _is_dynamic(_scaler_of(self._engine))
-
     def count_from(self, step: int) -> None:
         """Set the counters to those after some steps of this engine's batch size."""
         engine = self._engine
@@ -233,7 +229,9 @@ class EngineState:
     def make_template(self, names: Collection[str]) -> dict[str, Any]:
         """Return the values to load into: those that the checkpoint has."""
         self.client_state, self.has_counters = {}, "global_steps" in names
-        return _pick(self._values(), [name for name in names if self.takes(f"deepspeed.{name}")])
+        # All of another loss scaler's, so that none is unexpected; which of them count, `_set_fields` decides.
+        fields = {name.removeprefix("loss_scaler."): None for name in names if name.startswith("loss_scaler.")}
+        return _pick(self._values() | {"loss_scaler": fields}, names)
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Set the engine; a micro step within an accumulation goes back to the accumulation's first."""

@@ -6,32 +6,22 @@ Entries that are left out by these functions are not unexpected, so that no warn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-# Key of an engine of DeepSpeed, which has no use for some of the entries below it.
+# Key of an engine of DeepSpeed.
 ENGINE_KEY = "deepspeed"
 
 
-def keep_only(*keys: str) -> Callable[[str], str | None]:
-    """Return a function for `rename=` that leaves out all entries but those below some keys."""
+def keep_only(keys: Container[str]) -> Callable[[str], str | None]:
+    """Return a function for `rename=` that leaves out all entries but those below some keys, as those of a state."""
     return lambda name: name if _key_of(name) in keys else None
 
 
-def keep_used(state: Mapping[str, Any]) -> Callable[[str], str | None]:
-    """Return a function for `rename=` that leaves out all entries for which a state has no use, by their keys."""
-    return lambda name: name if _key_of(name) in state and _is_used(name, state) else None
-
-
 def leave_out(state: Mapping[str, Any], *keys: str) -> Callable[[str], str | None]:
-    """Return a function for `rename=` that leaves out entries below some keys, and those of an engine without use."""
-    return lambda name: name if _key_of(name) not in keys and _is_used(name, state) else None
-
-
-def _is_used(name: str, state: Mapping[str, Any]) -> bool:
-    """Return whether a state has a use for an entry, if that is one of an engine."""
-    is_of_engine = _key_of(name) == ENGINE_KEY
-    return not is_of_engine or (ENGINE_KEY in state and state[ENGINE_KEY].takes(name))
+    """Return a function for `rename=` that leaves out entries below some keys, and those of an engine without one."""
+    left_out = {*keys, ENGINE_KEY} - state.keys()
+    return lambda name: None if _key_of(name) in left_out else name
 
 
 def _key_of(name: str) -> str:

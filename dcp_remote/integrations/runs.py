@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dcp_remote import CheckpointManager, Opaque, PerRank, is_remote, open_run
 from dcp_remote.errors import CheckpointNotFoundError, DcpRemoteError, InvalidArgumentError, StateMismatchError
-from dcp_remote.integrations.entries import keep_only, keep_used
+from dcp_remote.integrations.entries import keep_only
 
 T = TypeVar("T")
 
@@ -265,7 +265,7 @@ def read_own(
     shared, own = Opaque[Any](None), Opaque[Any](None)
     state: dict[str, Any] = {shared_key: shared, rank_key: RankValue(own)}
     with suppress(StateMismatchError):  # raised where no entry at all would be read
-        manager.restore(state, checkpoint, rename=keep_only(*state), missing="keep", go_on=False, must_exist=True)
+        manager.restore(state, checkpoint, rename=keep_only(state), missing="keep", go_on=False, must_exist=True)
     return shared.value, own.value
 
 
@@ -291,7 +291,7 @@ def restore_existing(
         StateMismatchError: State and checkpoint have other entries or shapes.
     """
     lenience: dict[str, Any] = {} if is_strict else {"missing": "keep", "unexpected": "ignore"}
-    options = {"rename": keep_used(state)} | lenience | options
+    options = {"rename": keep_only(state)} | lenience | options
     # Converted, since masters of DeepSpeed are fp32, whatever the dtype of the model.
     step = manager.restore(state, checkpoint, dtype="convert", must_exist=True, **options)
     assert step is not None, "must_exist"

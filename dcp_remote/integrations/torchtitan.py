@@ -22,7 +22,7 @@ from torchtitan.config.override import override
 from dcp_remote import CheckpointManager as RunManager
 from dcp_remote import PerRank, Retention, is_remote
 from dcp_remote.errors import InvalidArgumentError
-from dcp_remote.integrations.entries import keep_used
+from dcp_remote.integrations.entries import keep_only
 from dcp_remote.integrations.runs import find_checkpoint, framework_words, is_torchs, require_settings, storage_of
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class RemoteCheckpointManager(CheckpointManager):
             return states
 
         asked = None if step == -1 else step
-        loaded = self._run.restore(choose, asked, rename=keep_used(states), dtype="convert")
+        loaded = self._run.restore(choose, asked, rename=keep_only(states), dtype="convert")
         return self._load_initial() if loaded is None else True
 
     @framework_words(_WORDS)
@@ -137,7 +137,7 @@ class RemoteCheckpointManager(CheckpointManager):
         path = find_checkpoint(re.sub(r"/step-(\d+)/?$", r"/\1", self.initial_load_path), **self._storage)
         state = self._named({MODEL: self.states[MODEL]} | ({} if self.initial_load_model_only else self._rest()))
         with RunManager(path.run_url, **self._storage) as run:
-            run.restore(state, path.checkpoint, rename=keep_used(state), dtype="convert", must_exist=True, go_on=False)
+            run.restore(state, path.checkpoint, rename=keep_only(state), dtype="convert", must_exist=True, go_on=False)
         return True
 
     def _rest(self) -> dict[str, Any]:

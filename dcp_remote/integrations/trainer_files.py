@@ -7,13 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dcp_remote import Files
 from dcp_remote.integrations.adapters import is_peft
 
 STATE_FILE = "trainer_state.json"
 ARGUMENTS_FILE = "training_args.json"
-# Written around a checkpoint by Trainer's own handler of SIGTERM.
-_LEFT_OUT_FILES = frozenset({"checkpoint-is-incomplete.txt"})
 
 
 def write_files(trainer: Any, folder: Path) -> None:
@@ -36,9 +33,3 @@ def write_files(trainer: Any, folder: Path) -> None:
     arguments = json.dumps(trainer.args.to_dict(), indent=2, default=str)
     (folder / ARGUMENTS_FILE).write_text(arguments)
     trainer.state.save_to_json(str(folder / STATE_FILE))
-
-
-def read_files(folder: Path) -> Files:
-    """Return the files in the folder of a checkpoint."""
-    found = Files.read(folder)
-    return Files({name: found[name] for name in found if name not in _LEFT_OUT_FILES})

@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 import transformers
 from transformers import TrainerCallback
 
-from dcp_remote import CheckpointManager, Files, ModelState, Opaque, PerRank, RandomStates, is_remote
+from dcp_remote import CheckpointManager, Files, ModelState, Opaque, RandomStates, is_remote
 from dcp_remote.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations import runs
 from dcp_remote.integrations.adapters import AdapterState, is_peft
 from dcp_remote.integrations.entries import ENGINE_KEY, keep_only, leave_out
-from dcp_remote.integrations.trainer_files import STATE_FILE, read_files, write_files
+from dcp_remote.integrations.trainer_files import STATE_FILE, write_files
 from dcp_remote.integrations.trainer_retention import metrics_of
 from dcp_remote.integrations.wrappers import training_parts, unwrap_optimizer
 
@@ -64,16 +64,10 @@ WORDS = {
 _overlapped: WeakKeyDictionary[CheckpointManager, str] = WeakKeyDictionary()  # with the URL of the run
 
 
-class HeldRandomStates:
+class HeldRandomStates(RandomStates):
     """Random states of this rank; a restore keeps them until `Trainer` has skipped the batches that were seen."""
 
-    def __init__(self) -> None:
-        """Begin without states."""
-        self._loaded: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states as they are now."""
-        return RandomStates().state_dict()
+    _loaded: Mapping[str, Any] | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep states for `apply`."""
@@ -84,7 +78,7 @@ class HeldRandomStates:
         if self._loaded is None:
             logger.info("no random states of this rank were saved: its draws are not those that would have followed")
         else:
-            RandomStates().load_state_dict(self._loaded)
+            super().load_state_dict(self._loaded)
 
 
 @dataclass(eq=False, repr=False)  # settings may hold secrets
@@ -125,11 +119,6 @@ class RemoteRun:
     def manager(self) -> CheckpointManager:
         """Manager of the run; made when first asked for, after the process group."""
         return runs.manager_of(self.url, **self.settings)
-
-    @property
-    def stops_on_notice(self) -> bool:
-        """True if SIGTERM makes the ranks save and stop."""
-        return self.settings.get("notice_seconds") is not None
 
     def is_own(self, folder: str | None) -> bool:
         """Return whether a folder of a checkpoint stands for one in object storage."""
@@ -199,7 +188,7 @@ class RemoteRun:
                 write_files(trainer, folder)
             finally:
                 state.total_flos = flos
-            own[FILES_KEY] = read_files(folder)
+            own[FILES_KEY] = Files.read(folder)
             own[ABOUT_KEY] = Opaque(
                 {
                     "entries": sorted(training),
@@ -213,10 +202,17 @@ class RemoteRun:
 
     def _training(self, trainer: Any, *, is_model_alone: bool) -> dict[str, Any]:
         """Return the state of model, optimizer, scheduler, scaler and random states; the same to save and to load."""
-        model = {"model": self._model_state(trainer)}
+        is_adapter = is_peft(trainer.model)
+        is_part = is_adapter and not self.saves_frozen_base
+        engine: dict[str, Any] = {}
+        if trainer.is_deepspeed_enabled:
+            from dcp_remote.integrations.deepspeed import engine_state
+
+            engine = engine_state(trainer.model_wrapped, exclude_frozen_parameters=is_part, is_strict=not is_adapter)
+        own = AdapterState if is_part else ModelState
+        model = {"model": engine["model"] if engine else own(trainer.model)}
         if is_model_alone:
             return model
-        engine = self._engine_state(trainer) if trainer.is_deepspeed_enabled else {}
         state = training_parts(
             engine,
             models=[trainer.model],
@@ -224,25 +220,9 @@ class RemoteRun:
             # The engine does not know a scheduler that Trainer has made.
             schedulers=[] if "scheduler" in engine else [trainer.lr_scheduler],
             scaler=getattr(trainer.accelerator, "scaler", None),
-            extra={"random": PerRank(self.random)},
+            random_states=self.random,
         )
         return state | model
-
-    def _model_state(self, trainer: Any) -> Any:
-        if trainer.is_deepspeed_enabled:
-            return self._engine_state(trainer)["model"]
-        is_adapter = is_peft(trainer.model) and not self.saves_frozen_base
-        return AdapterState(trainer.model) if is_adapter else ModelState(trainer.model)
-
-    def _engine_state(self, trainer: Any) -> dict[str, Any]:
-        from dcp_remote.integrations.deepspeed import engine_state
-
-        is_adapter = is_peft(trainer.model)
-        return engine_state(
-            trainer.model_wrapped,
-            exclude_frozen_parameters=is_adapter and not self.saves_frozen_base,
-            is_strict=not is_adapter,
-        )
 
     # ---- loading
 
@@ -258,7 +238,7 @@ class RemoteRun:
         resume_from = _TRUTH_VALUES.get(str(resume_from).lower(), resume_from)
         self.best_url, self._read_from = None, None
         self.random = HeldRandomStates()
-        is_local = not self._is_own_url(resume_from) and _is_local(resume_from)
+        is_local = not self.has_url(f"{resume_from}/") and _is_local(resume_from)
         can_resume = self.resumes and not self._has_saved and (resume_from is None or is_local)
         # Asked once: each restore of an empty run logs a warning.
         is_empty = can_resume and is_local and self._find_newest() is None
@@ -278,7 +258,7 @@ class RemoteRun:
             step = manager.restore(
                 {FILES_KEY: files, ABOUT_KEY: about},
                 checkpoint,
-                rename=keep_only(FILES_KEY, ABOUT_KEY),
+                rename=keep_only((FILES_KEY, ABOUT_KEY)),
                 go_on=False,
                 must_exist=resume_from is not True,
             )
@@ -332,7 +312,7 @@ class RemoteRun:
         name = url.rpartition("/")[2]
         logger.info("%s: loading the best model from %s (score: %s)", manager.url, name, trainer.state.best_metric)
         try:
-            runs.restore_existing(manager, {"model": self._model_state(trainer)}, name, go_on=False)
+            runs.restore_existing(manager, self._training(trainer, is_model_alone=True), name, go_on=False)
         except CheckpointNotFoundError:
             if self.settings.get("on_error") != "warn":
                 raise
@@ -351,16 +331,13 @@ class RemoteRun:
         path = runs.find_checkpoint(text, **runs.storage_of(self.settings))
         return self._manager_of(path.run_url), path.checkpoint
 
-    def _is_own_url(self, resume_from: Any) -> bool:
-        return str(resume_from).rstrip("/") == self.url or self.has_url(str(resume_from))
-
     def _manager_of(self, url: str) -> CheckpointManager:
         return runs.manager_of(url, **{name: self.settings[name] for name in self.settings.keys() - _SAVING_SETTINGS})
 
     def _find_newest(self) -> int | None:
         """Return the step of the run's newest checkpoint; -1 if it is another framework's, None if there is none."""
         try:
-            return self.manager.restore({ABOUT_KEY: Opaque(None)}, rename=keep_only(ABOUT_KEY), go_on=False)
+            return self.manager.restore({ABOUT_KEY: Opaque(None)}, rename=keep_only((ABOUT_KEY,)), go_on=False)
         except StateMismatchError:
             return -1
 

@@ -276,7 +276,7 @@ class _RemoteCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Save and stop, at one step on all ranks, after SIGTERM; without a save if the ranks agree on no step."""
-        if self._run.stops_on_notice:
+        if self._run.settings.get("notice_seconds") is not None:
             control.should_save |= self._run.manager.reached_preemption(state.global_step)
             control.should_training_stop |= self._run.manager.should_stop
         return control
