@@ -18,7 +18,7 @@ class AdapterState(ModelState):
         return {name: value for name, value in super().state_dict().items() if name not in left_out}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set what `state_dict` returns, of which a restore has refused to lack a value."""
+        """Set what `state_dict` returns; a restore has refused a checkpoint that lacks some."""
         # In place of the values that were read, which share memory with the model.
         self.model.load_state_dict(state_dict, strict=False)
 

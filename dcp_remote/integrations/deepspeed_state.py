@@ -10,7 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from dcp_remote import LocalBoxes, Opaque, OptimizerState
+from dcp_remote import Opaque, OptimizerState
 from dcp_remote.common.text import join_some
 from dcp_remote.errors import InvalidArgumentError, StateMismatchError
 from dcp_remote.integrations.wrappers import canonical
@@ -117,21 +117,14 @@ class EngineModelState:
 
     @torch.no_grad()
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Copy the masters, which were read in place, into the parameters of the module; a collective in ZeRO."""
-        module = self._engine.module
-        current = {canonical(name): value for name, value in module.state_dict().items()}
-        extra = {}
-        for name, value in values.items():
-            if isinstance(value, LocalBoxes):
-                continue
-            if not isinstance(value, torch.Tensor):
-                extra[name] = value
-            elif isinstance(current.get(name), torch.Tensor) and current[name].data_ptr() != value.data_ptr():
-                current[name].copy_(value)
-        for path, child in module.named_modules():
+        """Set extra states, and copy the masters into the parameters; all tensors were read in place.
+
+        A collective of torch in ZeRO.
+        """
+        for path, child in self._engine.module.named_modules():
             name = canonical(f"{path}._extra_state".lstrip("."))
-            if name in extra:
-                child.set_extra_state(extra[name])
+            if name in values:
+                child.set_extra_state(values[name])
         if has_layout(self._engine):
             read_layout(self._engine).refresh()
 

@@ -76,6 +76,7 @@ CASES = (
         "what_cannot_be_saved_is_refused_in_the_call",
         "an_engine_for_evaluation",
         "a_parameter_of_another_shape",
+        "an_extra_state_that_is_a_tensor",
         "incident_0",
         "incident_0_of_a_url",
         "stages_go_on_alike",

@@ -25,6 +25,7 @@ CASES = {
         deepspeed_loads.frozen_parameters_are_left_out,
         deepspeed_loads.an_engine_for_evaluation,
         deepspeed_loads.a_parameter_of_another_shape,
+        deepspeed_loads.an_extra_state_that_is_a_tensor,
         deepspeed_loads.a_usual_load_warns_of_nothing,
         deepspeed_loads.what_is_missing_is_an_error,
         deepspeed_loads.going_back_and_saving_by_another_tag,

@@ -106,6 +106,12 @@ def a_usual_load_warns_of_nothing(url: str) -> None:
     trainer = {"files": Opaque({"a.json": b"{}"}), "trainer": Opaque({"step": 1}), "random": PerRank(RandomStates())}
     manager_of(f"{url}-trainer", progress=False).save(1, engine_state(engine) | trainer, wait=True)
     assert warnings_of(engine.load_checkpoint, f"{url}-trainer") == []
+    without_scaler = make_engine(seed=4, **KINDS["0-fp32"])
+    attach(without_scaler, wait=True, progress=False)
+    train(without_scaler, 1)
+    assert warnings_of(without_scaler.load_checkpoint, url) == []
+    without_scaler.save_checkpoint(f"{url}-fp32")
+    assert warnings_of(engine.load_checkpoint, f"{url}-fp32") == []
 
 
 def an_engine_for_evaluation(url: str) -> None:
@@ -124,6 +130,30 @@ def an_engine_for_evaluation(url: str) -> None:
         attach(other, progress=False)
         assert other.load_checkpoint(url, load_module_only=True)[0] == f"{url}/1"
         assert evaluate(other) == evaluate(engine)
+
+
+class Counted(nn.LayerNorm):
+    """Layer with an extra state that is a tensor, made anew for each call, as those of Transformer Engine."""
+
+    count = 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = int(state)
+
+
+def an_extra_state_that_is_a_tensor(url: str) -> None:
+    """Set by a load, as one that is an object."""
+    engine = make_engine(**KINDS["2"])
+    attach(engine, wait=True, progress=False)
+    layer = engine.module.norm
+    layer.__class__, layer.count = Counted, 7
+    engine.save_checkpoint(url)
+    layer.count = 0
+    engine.load_checkpoint(url)
+    assert layer.count == 7
 
 
 def a_parameter_of_another_shape(url: str) -> None:
