@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
+from safetensors import safe_open
 from transformers import TrainerCallback
 
 from dcp_remote import Run, export_checkpoint, is_remote, open_run
@@ -211,6 +212,12 @@ def _save_model(
                     for path in export_checkpoint(run.url, draft, step=step, storage_options=options, progress=False):
                         if ".safetensors" in path.name:
                             path.replace(Path(output_dir) / path.name)
+                # Without an index, Axolotl would put the newest local checkpoint in place of these weights.
+                index = Path(output_dir) / "model.safetensors.index.json"
+                if not index.exists():
+                    with safe_open(Path(output_dir) / "model.safetensors", "pt") as weights:
+                        names = weights.keys()
+                    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
         except Exception as error:  # noqa: BLE001  # raised below, on all ranks
             failure = error
     # As text, because not every error can be pickled: then the other ranks would wait for ever.

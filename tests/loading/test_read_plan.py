@@ -218,7 +218,7 @@ def test_the_largest_comes_first() -> None:
 
 
 def test_neighbors_become_one_request() -> None:
-    """Pieces of 100 KiB that are near each other share requests of at most 8 MiB, gaps included; distant ones do not."""
+    """Pieces of 100 KiB that are near each other share requests of at most 8 MiB, with gaps; distant ones do not."""
     lengths = [100 * KiB] * 200
     shape = (sum(lengths),)
     for gap_bytes, count in ((0, 3), (GAP_BYTES, 6), (GAP_BYTES + 1, 200)):
