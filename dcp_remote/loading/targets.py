@@ -28,6 +28,7 @@ from dcp_remote.serialization.tensors import (
     needs_copy,
     parse_dtype,
     tensor_from,
+    unwrap_elements,
 )
 from dcp_remote.serialization.torch_tags import lacks_memory
 
@@ -108,7 +109,7 @@ class TensorTarget:
         """Return the destination; on the first call it is resolved and checked."""
         if self._destination is not None:
             return self._destination
-        destination = self._resolve()
+        destination = unwrap_elements(self._resolve())
         if destination.requires_grad:
             destination = destination.detach()
         if tuple(destination.shape) != self._box.sizes:

@@ -22,7 +22,7 @@ _PROPERTIES_MAX = 3
 _RANKS_MAX = 4
 
 # Option of an optimizer's group. The names of its parameters differ between the stages of a pipeline, and may.
-_GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$)")
+_GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$|param_names$)")
 
 # Name, dtype and global shape of each tensor of a rank; of an object "object" and no shape.
 Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -167,7 +167,7 @@ def require_equal_options(differing: Iterable[ObjectDifference]) -> None:
         raise InvalidArgumentError(
             "Groups of parameters have other options on other ranks, of which a checkpoint holds one rank's; nothing "
             "was uploaded. Give the optimizers of all ranks the same groups in the same order, as in all stages of a "
-            "pipeline, where a group may be empty; or save every rank's: PerRank(optimizer).",
+            "pipeline, where a group may be empty.",
             differing=_list_first(found, NAMED_MAX),
         ).advise(replicas=_LOWEST_RANKS)
 

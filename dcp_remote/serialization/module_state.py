@@ -349,7 +349,9 @@ class OptimizerState:
                 by_position = groups[position] if position < len(groups) and position not in matched else {}
                 saved = next((groups[group_of[name]] for name in own if name in group_of), by_position)
                 numbers = list(range(number, number + len(own)))
-                packed_groups.append({**group, **saved, "params": numbers})
+                # Of an optimizer that is made of `named_parameters()`, the names of the saved group's parameters.
+                options = {key: value for key, value in saved.items() if key != "param_names"}
+                packed_groups.append({**group, **options, "params": numbers})
                 packed_states.update((n, states[name]) for n, name in zip(numbers, own, strict=True) if name in states)
                 loaded.update((name, states[name]) for name in own if name in states)
                 number += len(own)

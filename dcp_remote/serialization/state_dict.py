@@ -54,7 +54,7 @@ from dcp_remote.serialization.opaque import (
     is_unread,
 )
 from dcp_remote.serialization.optimizer_load import load_exactly
-from dcp_remote.serialization.tensors import is_plain
+from dcp_remote.serialization.tensors import is_plain, unwrap_elements
 
 T = TypeVar("T")
 _State = TypeVar("_State", bound=Mapping[str, Any])
@@ -143,6 +143,7 @@ def build_saved_state(state: Mapping[str, Any], rank: int, roles: TensorRoles | 
     for name, value in flat.values.items():  # also those of modules and optimizers
         if isinstance(value, torch.Tensor):
             _require_shape(value, flat.paths[name])
+            flat.values[name] = unwrap_elements(value)
     held = {key: values[key] for key in own} | flat.values  # those of this rank without their tuple
     imitations = [
         name for name, value in held.items() if isinstance(value, (tuple, list, dict)) and holds_imitation(value)

@@ -130,6 +130,28 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN_TYPES and tensor.layout == torch.strided
 
 
+def unwrap_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that is all that a tensor of a wrapper class holds, in the same memory; also a DTensor's.
+
+    Such wrappers change how their elements are used, as those of torchao's float8 training under FSDP do. A tensor of
+    any other class is returned itself.
+    """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) in PLAIN_TYPES or not hasattr(local, "__tensor_flatten__"):
+        return tensor
+    # The scale of torchao's wrapper follows from the elements.
+    names = [name for name in local.__tensor_flatten__()[0] if name != "_precomputed_scale"]
+    inner: torch.Tensor = getattr(local, names[0])
+    if len(names) > 1 or not is_plain(inner) or (inner.dtype, inner.shape) != (local.dtype, local.shape):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return inner
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(
+        inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).detach()
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is plain, not empty, and not on the meta device."""
     return is_plain(tensor) and tensor.numel() > 0 and not tensor.is_meta

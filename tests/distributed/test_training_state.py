@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import AdamW
+from torch.utils import _pytree as pytree
 
 from dcp_remote import PerRank, RandomStates, training_state
 from dcp_remote.errors import DcpRemoteError
@@ -371,6 +372,63 @@ def test_states_keep_their_dtypes_when_they_are_resharded(wrapper: str, rank_poo
     for found, dtypes in rank_pool.run(moments, wrapper, url, False, ranks=(0, 1, 2)):
         assert_same(found, expected)
         assert dtypes == {"moment": torch.float32, "count": torch.int64}
+
+
+class Weight(torch.Tensor):
+    """Wrapper of a weight that changes how it is multiplied, as torchao's for float8 training under FSDP."""
+
+    elements: torch.Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["elements"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = func(*pytree.tree_map_only(cls, lambda one: one.elements, args), **(kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, wrap, found)
+
+
+def wrap(elements: torch.Tensor) -> torch.Tensor:
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        Weight, elements.shape, dtype=elements.dtype, strides=elements.stride()
+    )
+    made.elements = elements
+    return made  # type: ignore[no-any-return]
+
+
+def wrapped_weights(url: str, of: str) -> list[torch.Tensor]:
+    """Save sharded weights of a wrapper class, and restore them into such ones, and into plain ones."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def state(fill: float, *, is_wrapped: bool) -> dict[str, Any]:
+        elements = torch.arange(6.0).reshape(3, 2) * fill + dist.get_rank()
+        local = wrap(elements) if is_wrapped else elements
+        model = nn.Module()
+        model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        return {"model": model if of == "module" else {"weight": model.weight.detach()}}
+
+    def elements_of(state: dict[str, Any]) -> torch.Tensor:
+        model: Any = state["model"]
+        weight: Any = model.weight if isinstance(model, nn.Module) else model["weight"]
+        local = weight.detach()._local_tensor
+        elements: torch.Tensor = getattr(local, "elements", local)
+        return elements
+
+    found = []
+    with managing(url) as checkpoints:
+        checkpoints.save(1, state(1.0, is_wrapped=True), wait=True)
+        for is_wrapped in (True, False):
+            restored = state(0.0, is_wrapped=is_wrapped)
+            checkpoints.restore(restored)
+            found.append(elements_of(restored))
+    return found
+
+
+@pytest.mark.parametrize("of", ["module", "dict"])
+def test_a_weight_in_a_wrapper_is_saved_as_its_elements(of: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(rank_pool.run(wrapped_weights, tmp_path.as_uri(), of, ranks=PAIR)):
+        for elements in found:
+            assert torch.equal(elements, torch.arange(6.0).reshape(3, 2) + rank)
 
 
 def refuse_partial(url: str) -> list[str]:
