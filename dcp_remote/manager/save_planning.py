@@ -249,7 +249,8 @@ class _Decisions:
         if self._planning.replicas == "equal":
             require_equal_options(arrangement.differing)
         self._sets, self.planned = arrangement.sets, arrangement.planned
-        new = [difference for difference in arrangement.differing if difference.name not in self._planning.reported]
+        known = self._planning.reported
+        new = [one for one in arrangement.differing if one.name not in known and not one.is_harmless]
         if new:
             logger.warning("step %d: %s", self._step, describe_object_differences(new))
             self._planning.reported.update(difference.name for difference in new)

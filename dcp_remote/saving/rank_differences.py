@@ -21,8 +21,9 @@ NAMED_MAX = 10
 _PROPERTIES_MAX = 3
 _RANKS_MAX = 4
 
-# Option of an optimizer's group. The names of its parameters differ between the stages of a pipeline, and may.
+# Option of an optimizer's group; and the names of its parameters, which differ between the stages of a pipeline.
 _GROUP_OPTION = re.compile(r"\.param_groups\.\d+\.(?!params$|param_names$)")
+_GROUP_NAMES = re.compile(r"\.param_groups\.\d+\.(params|param_names)$")
 
 # Name, dtype and global shape of each tensor of a rank; of an object "object" and no shape.
 Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -50,6 +51,11 @@ class ObjectDifference(NamedTuple):
     values: int  # number of different values
     ranks: int  # number of ranks that hold the object
     writer: int  # rank whose value is saved
+
+    @property
+    def is_harmless(self) -> bool:
+        """Return whether each rank has its own value again after a restore."""
+        return _GROUP_NAMES.search(self.name) is not None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.values} values on {self.ranks} ranks; rank {self.writer}'s is saved)"

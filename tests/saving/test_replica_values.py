@@ -189,8 +189,10 @@ def test_stages_of_a_pipeline_have_the_same_groups(monkeypatch: pytest.MonkeyPat
         assert save(1, lambda rank: state(rank, has_empty_groups=False)) == SAVED
 
 
-def test_stages_of_a_pipeline_keep_the_names_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An optimizer that is made of `named_parameters()` has names in its groups, other ones on each stage."""
+def test_stages_of_a_pipeline_keep_the_names_of_their_parameters(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An optimizer that is made of `named_parameters()` has names in its groups, which differ between stages: no warning."""
     store = MemoryStore()
 
     def state(rank: int) -> State:
@@ -199,6 +201,7 @@ def test_stages_of_a_pipeline_keep_the_names_of_their_parameters(monkeypatch: py
 
     with saving(monkeypatch, store) as save:
         assert save(1, state) == SAVED
+    assert not lines(caplog)
     with rank_threads(RANKS) as them:
         managers = managers_of(them, store, monkeypatch)
         states = [state(rank) for rank in range(RANKS)]
