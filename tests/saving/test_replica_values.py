@@ -192,7 +192,7 @@ def test_stages_of_a_pipeline_have_the_same_groups(monkeypatch: pytest.MonkeyPat
 def test_stages_of_a_pipeline_keep_the_names_of_their_parameters(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An optimizer that is made of `named_parameters()` has names in its groups, which differ between stages: no warning."""
+    """An optimizer that is made of `named_parameters()` has names in its groups; no warning of them."""
     store = MemoryStore()
 
     def state(rank: int) -> State:
