@@ -217,7 +217,8 @@ def _save_model(
                 if not index.exists():
                     with safe_open(Path(output_dir) / "model.safetensors", "pt") as weights:
                         names = weights.keys()
-                    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+                    weight_map = dict.fromkeys(names, "model.safetensors")
+                    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         except Exception as error:  # noqa: BLE001  # raised below, on all ranks
             failure = error
     # As text, because not every error can be pickled: then the other ranks would wait for ever.

@@ -170,7 +170,7 @@ class FsspecStore(PlacedStore):
         """Implement `ObjectStore.get`. One request."""
         path = self._place.key(key)
         with self._translated("get", key):
-            answer = self._call("get_object", Key=path)
+            answer = self._call("get_object", size_bytes=limit_bytes, Key=path)
             announced_bytes = answer.get("ContentLength", 0)
             data = self._read(answer, limit_bytes if announced_bytes <= limit_bytes else -1)
             size_bytes = max(len(data), announced_bytes)
@@ -183,7 +183,8 @@ class FsspecStore(PlacedStore):
         path, length, data = self._place.key(key), len(buffer), b""
         with writes_nothing(), self._translated("get_into", key):
             try:
-                answer = self._call("get_object", Key=path, Range=f"bytes={start}-{start + length - 1}")
+                asked = f"bytes={start}-{start + length - 1}"
+                answer = self._call("get_object", size_bytes=length, Key=path, Range=asked)
                 if not answer.get("ContentRange", "").startswith(f"bytes {start}-"):
                     self._read(answer, -1)  # closes it
                     raise StorageError("The store does not serve ranges of an object.", url=self._named(key))

@@ -48,9 +48,14 @@ class Kind(NamedTuple):
     in_vain: bool
 
     @property
+    def is_of_round(self) -> bool:
+        """True for what belongs to a round: the rank that speaks for its host lets its heartbeat ask for it."""
+        return not self.by_heartbeat or self.subject in {"answer", "contribution"}
+
+    @property
     def is_look(self) -> bool:
         """True for a look of a rank that waits in a round, in vain so far."""
-        return self.in_vain and self.subject in {"answer", "contribution"} and not self.by_heartbeat
+        return self.in_vain and self.subject in {"answer", "contribution"}
 
 
 class _Counts:

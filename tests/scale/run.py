@@ -54,9 +54,9 @@ def measure(ranks: Ranks, *, beats: int, tensors: int) -> Iterator[tuple[str, Me
 
 def describe(name: str, measured: Measured, world_size: int) -> dict[str, Any]:
     """Return the figures of a phase."""
-    rounds = measured.count(by_heartbeat=False)
+    rounds = measured.count(is_of_round=True)
     looks = measured.count(is_look=True)
-    beats = measured.count(by_heartbeat=True)
+    beats = measured.count(is_of_round=False)
     return {
         "seconds": round(measured.seconds, 3),
         "operations": rounds + beats,

@@ -57,7 +57,7 @@ class FlippingStore(RecordingStore):
 
     def _flip(self, number: int, data: memoryview) -> None:
         if self._flips(number):
-            data[len(data) // 2] ^= 4
+            data[-1] ^= 4  # of a range the last byte of a piece, and not of a gap
 
 
 def is_first_way(_number: int) -> bool:

@@ -6,8 +6,8 @@ proxy, an answer other than the requested bytes, a broken connection, an untrust
 a cloud is implemented twice, and no range depends on direct reads.
 
 A store may refuse signed URLs, or a middlebox may cut every connection that carries one. Once obstore has read what
-direct reads could not, three times in a row, it reads all ranges. Reads that were under way together fail together, as
-when a load balancer restarts; they count as one.
+direct reads could not, three times in a row, it reads all ranges but one a minute. Reads that were under way together
+fail together, as when a load balancer restarts; they count as one.
 
 One GET per range; if the answer is late (`common.hedging`), it is given up, and obstore sends another one.
 """
@@ -38,11 +38,12 @@ from dcp_remote.storage.request_context import remaining_seconds, require_may_wr
 logger = logging.getLogger(__name__)
 
 # Outcome of a direct read; unless "direct", obstore has to read the range. "failed": this read failed, or the last two
-# met a busy store. "skipped": direct reads have ended, or are not possible, or this one was late.
+# met a busy store. "skipped": direct reads are paused, or are not possible, or this one was late.
 Outcome: TypeAlias = Literal["direct", "failed", "skipped"]
 
-# Ranges in a row that only obstore could read, after which direct reads end.
+# Ranges in a row that only obstore could read before direct reads are paused, and the length of the pause.
 _FAILED_MAX = 3
+_PAUSE_SECONDS = 60.0
 
 # Busy answers in a row, but for the store's own "SlowDown", after which obstore reads one range.
 _BUSY_MAX = 2
@@ -84,7 +85,7 @@ class DirectReads:
         weakref.finalize(self, _close_all, self._idle)
 
     def note_failed(self, began_seconds: float) -> None:
-        """Note that obstore has read a range after a failed direct read; end direct reads after three in a row.
+        """Note that obstore has read a range after a failed direct read; pause direct reads after three in a row.
 
         `began_seconds` is the time by `time.monotonic` at which the first request was sent.
         """
@@ -96,9 +97,10 @@ class DirectReads:
             is_last = self._failed_in_a_row == _FAILED_MAX
         if is_last:
             logger.warning(
-                "Direct reads of this store fail; from now on obstore reads the ranges, at more CPU. Look for a proxy "
-                "or firewall that cuts or refuses signed URLs. bucket=%s",
+                "Direct reads of this store fail; obstore reads the ranges, at more CPU. Look for a proxy or firewall "
+                "that cuts or refuses signed URLs. bucket=%s next_try_seconds=%d",
                 self._bucket,
+                _PAUSE_SECONDS,
             )
 
     def read(
@@ -128,7 +130,9 @@ class DirectReads:
                 self._busy_in_a_row = 0
                 return "failed"
             if self._failed_in_a_row >= _FAILED_MAX:
-                return "skipped"
+                if time.monotonic() < self._failed_seconds + _PAUSE_SECONDS:
+                    return "skipped"
+                self._failed_seconds = time.monotonic()
         url = sign()
         if url is None:
             return "skipped"
@@ -251,7 +255,8 @@ class _RangeRequest:
             raise TimeoutError("The store did not answer within the time limit.")
         if now_seconds - max(self.began_seconds, stream.received_seconds) > self._reads.silence_seconds:
             raise TimeoutError("The store fell silent in the middle of an answer.")
-        if elapsed_seconds > self._late_seconds and self._reads.latencies.may_repeat():
+        has_time = remaining_seconds() > 2 * self._late_seconds
+        if elapsed_seconds > self._late_seconds and has_time and self._reads.latencies.may_repeat():
             raise _LateError
 
 

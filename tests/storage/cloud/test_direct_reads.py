@@ -165,6 +165,27 @@ def test_other_answers_are_left_to_obstore(status: int) -> None:
     assert [is_direct(request) for request in server.requests] == [True, False] * 3 + [False] * 7
 
 
+def test_direct_reads_are_tried_again_after_a_pause() -> None:
+    """Refuse signed URLs for a while: one range is tried a minute later; its success ends the pause."""
+    refuses = [True]
+
+    def answer(request: HttpRequest) -> HttpAnswer:
+        return HttpAnswer(403, b"", OBJECT_HEADERS) if refuses and is_direct(request) else answer_range(request, DATA)
+
+    with scripted_server(answer) as server:
+        store = open_at(server.endpoint_url)
+        for _ in range(5):
+            read(store, 0, 100)
+        for passed_seconds, expected in ((59, [False] * 2), (2, [True, False, False]), (61, [True] * 2)):
+            if expected == [True] * 2:
+                refuses.clear()
+            server.requests.clear()
+            store._bucket.direct._failed_seconds -= passed_seconds
+            for _ in range(2):
+                assert read(store, 0, 100) == DATA[:100]
+            assert [is_direct(request) for request in server.requests] == expected
+
+
 def test_memory_is_released_without_garbage_collection() -> None:
     """Fail a read with Python's garbage collector off, as trainers have it: nothing holds the caller's memory."""
     gc.disable()
