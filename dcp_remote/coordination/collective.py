@@ -271,6 +271,10 @@ class Collective(Outcome):
                     self._ask(partial(Client.append, series=series, value=part, is_confirmed=is_confirmed))
                     self.wait(next(pauses))  # the coordinator has not even looked yet
                     answers = self._wait_for(partial(Client.get, key=key), keys, pauses)
+            except Exception as error:
+                if link is None or link.failure is not error:
+                    raise
+                continue  # this rank speaks for itself from now on
             finally:
                 if link is not None:
                     link.end(key)

@@ -365,7 +365,9 @@ class Heartbeat:
         A request whose connection breaks is made again over the next. Once this heartbeat has ended, the answer is an
         error.
         """
-        answer: Future[T] = Future()
+        return self._queue(request, Future())
+
+    def _queue(self, request: Callable[[Client], T], answer: Future[T]) -> Future[T]:
         self._requests.append((request, answer))
         self._wake.set()
         if self._has_ended:
@@ -374,8 +376,10 @@ class Heartbeat:
 
     def ask(self, request: Callable[[Client], T], look: Callable[[], None]) -> T:
         """Make a request as `request` does, and wait for its answer; as `HelperClient.ask`, from any thread."""
-        answer, answered = self.request(request), OneTimeEvent()
+        answer, answered = Future[T](), OneTimeEvent()
+        # Before another thread knows of it: Ctrl-C may leave its lock held.
         answer.add_done_callback(lambda _answer: answered.set())
+        self._queue(request, answer)
         while not answered.wait(WAKE_SECONDS):
             look()
         return answer.result()
@@ -573,9 +577,9 @@ class Heartbeat:
         while (left_seconds := end - time.monotonic()) > 0 and not (self._is_due or self._is_closing):
             if self._requests:
                 self._ask(self._make_requests)
-            elif self._wake.wait(min(left_seconds, _LOOK_SECONDS)):
-                self._wake.clear()
             else:
+                self._wake.wait(min(left_seconds, _LOOK_SECONDS))
+                self._wake.clear()
                 self._look()
 
     def _look(self) -> None:
@@ -606,6 +610,7 @@ class Heartbeat:
                     self._wait_to_reconnect()
                 has_failed = True
             else:
+                self._silent_connections = 0
                 return
             self._helper.abandon()
             self._connection = object()
@@ -816,7 +821,7 @@ class Heartbeat:
         if connection is not self._connection:
             raise dist.DistNetworkError("This connection was silent for long, and another has taken its place.")
         self._record_answer()
-        self._heard_at, self._silent_connections, self.trouble = self._answered_at, 0, None
+        self._heard_at, self.trouble = self._answered_at, None
 
 
 class _SilentConnectionError(Exception):

@@ -172,6 +172,7 @@ class Client:
         parts = [value[first : first + _PART_BYTES_MAX] for first in range(0, len(value), _PART_BYTES_MAX)] or [b""]
         for number, part in enumerate(parts[1:], start=1):
             self._store.set(_part_key(key, number), part)  # type: ignore[arg-type]  # bytes are taken
+            self.has([key])  # an answer: a connection that carries much is not silent
         self._store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # type: ignore[arg-type]  # as above
 
     def put_first(self, key: str, value: bytes) -> bytes:

@@ -246,7 +246,7 @@ class _Decisions:
             to_lowest_rank=self._planning.replicas == "coordinator",
             compared=self._planning.compared if self._planning.replicas == "equal" else None,
         )
-        if self._planning.replicas == "equal":
+        if self._planning.replicas == "equal" and self._kept.planned is None:  # not in the middle of a training
             require_equal_options(arrangement.differing)
         self._sets, self.planned = arrangement.sets, arrangement.planned
         known = self._planning.reported

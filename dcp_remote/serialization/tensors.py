@@ -131,15 +131,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def unwrap_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor that is all that a tensor of a wrapper class holds, in the same memory; also a DTensor's.
+    """Return the plain tensor that is all that one of torchao's wrappers holds, in the same memory; also a DTensor's.
 
-    Such wrappers change how their elements are used, as those of torchao's float8 training under FSDP do. A tensor of
-    any other class is returned itself.
+    Such wrappers change how their elements are used, as those of its float8 training under FSDP do. A tensor of any
+    other class is returned itself: its elements may be computed, or not be there before a collective has ended.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(local) in PLAIN_TYPES or not hasattr(local, "__tensor_flatten__"):
+    if not type(local).__module__.startswith("torchao.") or not hasattr(local, "__tensor_flatten__"):
         return tensor
-    # The scale of torchao's wrapper follows from the elements.
+    # The scale follows from the elements.
     names = [name for name in local.__tensor_flatten__()[0] if name != "_precomputed_scale"]
     inner: torch.Tensor = getattr(local, names[0])
     if len(names) > 1 or not is_plain(inner) or (inner.dtype, inner.shape) != (local.dtype, local.shape):

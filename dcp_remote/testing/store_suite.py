@@ -129,6 +129,7 @@ class StoreSuite:
                 store.get_into(key, 0, memoryview(bytearray(1)))
             assert store.delete([key]) == {}
         assert [info.key for info in store.list()] == others
+        assert all(self.raw_read(store, other) == b"x" for other in others)
         assert list(store.list("missing/")) == []
 
     def test_absent(self, store: ObjectStore) -> None:

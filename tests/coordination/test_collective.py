@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import pickle
 import re
@@ -13,6 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -276,6 +278,49 @@ def test_a_link_that_loses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Client, "add", lose)
         ended = them.run(part)
     assert any("lost the connection" in error for error in errors(ended)), ended
+
+
+def test_a_link_whose_thread_fails() -> None:
+    """The rank goes on over its own connection, in the round that is open and in the next ones."""
+    name = uuid.uuid4().hex
+
+    def fail() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        ranks._member._link_name = lambda: name
+        if ranks.rank == 0 and links:
+            wait_until(lambda: all(link._awaited for link in links))
+            links.pop()._order(fail)
+            links.clear()
+        return together(ranks)
+
+    links: list[HostLink] = []
+    with rank_threads(3) as them:
+        assert [result.value for result in them.run(part)] == expected(3)
+        links += [link for link in (ranks._member.link() for ranks in them.ranks[1:]) if link is not None]
+        assert len(links) == 2
+        for _ in range(2):
+            assert [result.value for result in them.run(part)] == expected(3)
+
+
+def test_looks_go_on_while_a_host_waits_for_an_answer() -> None:
+    """The heartbeat of the rank that speaks for its host asks for the answer again and again, and looks as well."""
+    looks, name = Counter[int](), uuid.uuid4().hex
+
+    def part(ranks: RankGroup) -> tuple[int, int]:
+        ranks._member._link_name = lambda: name
+        if ranks.rank == 0 and looks:
+            before = looks.copy()
+            wait_until(lambda: all(looks[rank] > before[rank] + 3 for rank in (1, 2)))
+        return together(ranks)
+
+    with rank_threads(3, beat_seconds=60.0) as them:
+        assert [result.value for result in them.run(part)] == expected(3)
+        for ranks in them.ranks:
+            ranks.looks.append(partial(looks.update, [ranks.rank]))
+        wait_until(lambda: len(looks) == 3)
+        assert [result.value for result in them.run(part)] == expected(3)
 
 
 def lose(client: Client, key: str, number: int) -> NoReturn:

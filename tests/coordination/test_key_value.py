@@ -36,6 +36,16 @@ def hash_(folder: Path) -> dist.Store:
 STORES: dict[str, Callable[[Path], dist.Store]] = {"tcp": tcp, "file": file, "hash": hash_}
 
 
+def test_the_store_answers_between_the_parts_of_a_large_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a value of three parts: without an answer for long, a connection counts as silent, and is replaced."""
+    monkeypatch.setattr(key_value, "_PART_BYTES_MAX", 8)
+    answered: list[None] = []
+    client = Client(dist.HashStore(), lambda: answered.append(None))
+    client.put("key", bytes(24))
+    assert len(answered) == 2
+    assert client.get("key") == bytes(24)
+
+
 @pytest.mark.parametrize(
     ("kind", "size_bytes"),
     [

@@ -377,6 +377,7 @@ def test_states_keep_their_dtypes_when_they_are_resharded(wrapper: str, rank_poo
 class Weight(torch.Tensor):
     """Wrapper of a weight that changes how it is multiplied, as torchao's for float8 training under FSDP."""
 
+    __module__ = "torchao.float8"
     elements: torch.Tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -189,6 +189,23 @@ def test_stages_of_a_pipeline_have_the_same_groups(monkeypatch: pytest.MonkeyPat
         assert save(1, lambda rank: state(rank, has_empty_groups=False)) == SAVED
 
 
+def test_groups_that_come_to_differ_do_not_end_a_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other options on other ranks in a later save with a new tensor are told in a warning."""
+
+    def state(rank: int, **more: torch.Tensor) -> State:
+        model = nn.Linear(2, 2)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0 + rank * bool(more)), **more}
+
+    with saving(monkeypatch, MemoryStore()) as save:
+        assert save(1, state) == SAVED
+        assert save(2, lambda rank: state(rank, new=torch.ones(2))) == SAVED
+    assert [level for level, text in lines(caplog) if "optim.param_groups.0.lr" in text] == [logging.WARNING]
+
+
 def test_stages_of_a_pipeline_keep_the_names_of_their_parameters(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
