@@ -12,8 +12,8 @@ from contextlib import ExitStack
 # request of obstore takes three for its threads: without them obstore panics, and stays unusable in this process.
 _NEEDED = 4
 
-# Connections of a rank to the key-value store of its job: one or two of torch, two of this package. Its host has some
-# other files open.
+# Connections of a rank to the key-value store of its job: one or two of torch, and one of this package, of rank 0 four.
+# Its host has some other files open.
 _STORE_CONNECTIONS = 4
 _OTHER_FILES = 64
 

@@ -53,7 +53,7 @@ _PROCESS_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 class Collective(Outcome):
     """One operation that all ranks do together; a context manager. `RankGroup.prepare` makes it.
 
-    One thread uses it; from others are called the methods of `Outcome`, `abort` and `share`.
+    One thread uses it; other threads may call only the methods of `Outcome`, `abort` and `share`.
 
     An exception that leaves the block on one rank is told to all the others, which raise it: a `DcpRemoteError` as one
     of the same class, with `rank=`; any other as `failed`. The rank itself raises its own unchanged. An exception that

@@ -124,9 +124,9 @@ class CheckpointManager:
         timeout_seconds: Deadline of one save or restore, in seconds from the call; 1800.
         dedup: True if data that did not change since the newest checkpoint is reused instead of sent again.
         replicas: "equal" to refuse the first save with a tensor of which ranks hold different values, unless it is a
-            buffer. "coordinator" to compare no values, and save those of the lowest rank that holds the tensor:
-            for ranks that train apart for a while, as in local SGD. The argument of rank 0 counts. Never compared are
-            tensors of a subclass other than `DTensor`.
+            buffer, or with options of an optimizer's groups that differ. "coordinator" to compare no values, and save
+            those of the lowest rank that holds the tensor: for ranks that train apart for a while, as in local SGD. The
+            argument of rank 0 counts. Never compared are tensors of a subclass other than `DTensor`.
         resumed_from: Step whose state was loaded by other means than `restore`.
         start_over: True to leave the run's checkpoints behind: the first commit marks them as abandoned.
         silence_seconds: Seconds without a heartbeat after which a rank counts as dead; 60.

@@ -174,7 +174,9 @@ def require_equal_options(differing: Iterable[ObjectDifference]) -> None:
             "Groups of parameters have other options on other ranks, of which a checkpoint holds one rank's; nothing "
             "was uploaded. Give the optimizers of all ranks the same groups in the same order, as in all stages of a "
             "pipeline, where a group may be empty.",
-            differing=_list_first(found, NAMED_MAX),
+            differing=_list_first(
+                [f"{one.name} ({one.values} values on {one.ranks} ranks)" for one in found], NAMED_MAX
+            ),
         ).advise(replicas=_LOWEST_RANKS)
 
 

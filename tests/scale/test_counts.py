@@ -41,8 +41,8 @@ BEATS_MAX = {"heartbeats outside an operation": 1.5, "a gather, and heartbeats i
 # The same in a save or a restore that takes less than a second, most of them as ranks enter and leave it.
 BEATS_OF_SAVE_MAX = dict.fromkeys(("first save", "warm save", "another warm save", "restore"), 4.5)
 
-# Connections to the store of a rank: torch's and the heartbeat's, with those of rank 0, of ranks that speak for their
-# hosts, and the sockets of the store itself; and none that outlives its group.
+# Connections to the store of a rank: torch's and the heartbeat's, with those of rank 0 and the sockets of the store
+# itself; and none that outlives its group.
 CONNECTIONS_MAX = dict.fromkeys(("4 gathers", "first save", "another warm save", "restore"), 2.4)
 CONNECTIONS_MAX |= dict.fromkeys(("close a group", "close a manager"), 1.25)
 
