@@ -92,6 +92,7 @@ def seen(store: MemoryStore) -> tuple[str, ...]:
 
 def _seen(store: MemoryStore, entry: Entry) -> str:
     objects = store.space.objects
+    assert entry.manifest in objects, "a live checkpoint has lost its manifest"
     manifest = objects[entry.manifest].data
     # Equal bytes have known contents; a shard that is missing belongs to no state.
     content = (entry, manifest, *(getattr(objects.get(key), "data", None) for key in _shards_of(manifest)))
