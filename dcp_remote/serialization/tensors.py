@@ -141,8 +141,10 @@ def unwrap_elements(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     # The scale follows from the elements.
     names = [name for name in local.__tensor_flatten__()[0] if name != "_precomputed_scale"]
+    if len(names) != 1:
+        return tensor
     inner: torch.Tensor = getattr(local, names[0])
-    if len(names) > 1 or not is_plain(inner) or (inner.dtype, inner.shape) != (local.dtype, local.shape):
+    if not is_plain(inner) or (inner.dtype, inner.shape) != (local.dtype, local.shape):
         return tensor
     if not isinstance(tensor, DTensor):
         return inner

@@ -175,7 +175,8 @@ def import_checkpoint(
         )
     resumed_from = newest.step if newest is not None else None
     planner = _SourcePlanner(opened, check=require_same, bytes_max=piece_bytes_max)
-    with CheckpointManager(
+    with _ImportingManager(
+        planner,
         run_url,
         resumed_from=resumed_from,
         start_over=start_over,
@@ -186,7 +187,6 @@ def import_checkpoint(
         progress=progress,
         dedup=False,  # the comparison would read the source once more
     ) as run:
-        run._make_planner = lambda: planner  # type: ignore[method-assign]
         note = {"imported_from": opened.url, "imported_kind": opened.kind}
         try:
             run.save(step, opened.state, overwrite=overwrite, wait=True, user=note)
@@ -231,6 +231,17 @@ def _delete_damaged(run: CheckpointManager, step: int, damage: CorruptCheckpoint
         f"The new checkpoint was damaged when it was read back, and {done}.",
         **damage.details | {"step": step, "older": None, "cause": damage.what},
     )
+
+
+class _ImportingManager(CheckpointManager):
+    """Manager of one save, which reads from a source."""
+
+    def __init__(self, planner: _SourcePlanner, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._planner = planner
+
+    def _make_planner(self) -> RunPlanner:
+        return self._planner
 
 
 class _SourcePlanner(PiecePlanner, RunPlanner):

@@ -384,17 +384,19 @@ class Weight(torch.Tensor):
         return ["elements"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = func(*pytree.tree_map_only(cls, lambda one: one.elements, args), **(kwargs or {}))
         return pytree.tree_map_only(torch.Tensor, wrap, found)
 
 
-def wrap(elements: torch.Tensor) -> torch.Tensor:
+def wrap(elements: torch.Tensor) -> Any:
     made: Any = torch.Tensor._make_wrapper_subclass(
         Weight, elements.shape, dtype=elements.dtype, strides=elements.stride()
     )
     made.elements = elements
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def wrapped_weights(url: str, of: str) -> list[torch.Tensor]:
